@@ -1,0 +1,222 @@
+"""The calls a user makes: a transform from a parameter tree, a schedule from its name."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_impl.adam import scale_by_adam
+from jax_impl.aux_adamw import scale_by_group_adam
+from jax_impl.combine import combine, descend, freeze
+from jax_impl.config import AdamConfig, AdamWConfig, MuonConfig, OptimizerConfig, check_keywords, parse_config, plain
+from jax_impl.master_weights import keep_master_weights
+from jax_impl.momentum import active_slices
+from jax_impl.muon import adjusted_lr_scale, scale_by_muon
+from jax_impl.param_groups import ParameterGroup, group_parameters, select_parameters
+from jax_impl.routing import (
+    ADAMW,
+    EXPERT,
+    FROZEN,
+    AxesSpec,
+    MatrixAxes,
+    ParameterRoute,
+    RoutingTable,
+    axes_by_name,
+    parameter_roles,
+)
+from jax_impl.schedules import SCHEDULES
+from jax_impl.tree import named_leaves
+
+
+def build_optimizer(
+    params: Any,
+    optimizer_type: str,
+    *,
+    lr_schedule: optax.Schedule | None = None,
+    matrix_axes: AxesSpec = None,
+    **kwargs: Any,
+) -> optax.GradientTransformationExtraArgs:
+    """An optax transform for ``params``: one rule a (group, role), combined by ``multi_transform``.
+
+    Args:
+        params: pytree of arrays or shapes (``jax.eval_shape`` output will do): a linen ``params`` dict, an nnx
+            ``nnx.state(model, nnx.Param)``, any other. Leaves are named by their path joined by dots.
+        optimizer_type: "adam", "adamw" or "muonwithauxadamw", in any case.
+        lr_schedule: multiplier of the base lr, see build_lr_schedule; constant if None.
+        matrix_axes: which axes of which leaves are outputs and inputs, see routing.axes_by_name.
+        **kwargs: see jax_impl.config; ``lr`` is required.
+
+    Returns:
+        A transform whose ``update`` needs the parameters. A None gradient leaves its parameter alone.
+
+    Raises:
+        NotImplementedError: unknown ``optimizer_type``.
+        TypeError: unknown keyword (the nearest valid one is named), or a value of the wrong type.
+        ValueError: a value out of range, or nothing selected.
+    """
+    if lr_schedule is not None and not callable(lr_schedule):
+        raise TypeError(f"lr_schedule must be a function of the step, got {lr_schedule!r}")
+    config = parse_config(optimizer_type, kwargs)
+    routes, groups = _route(params, optimizer_type, config, matrix_axes)
+    axes = {route.name: route.matrix_axes for route in routes}
+    labels = {route.name: _label(route) for route in routes}
+    transforms = {}
+    for route in routes:
+        label = labels[route.name]
+        if label not in transforms:
+            group = None if route.group is None else groups[route.group]
+            transforms[label] = freeze() if group is None else _rule(route.role, group, config, axes, lr_schedule)
+    return combine(transforms, labels)
+
+
+def muon_with_aux_adamw(
+    lr: float, *, lr_schedule: optax.Schedule | None = None, matrix_axes: AxesSpec = None, **kwargs: Any
+) -> optax.GradientTransformationExtraArgs:
+    """Muon with AdamW as a transform that needs no parameters up front: roles are found in the tree given to ``init``.
+
+    Arguments and errors are those of ``build_optimizer(params, "muonwithauxadamw", ...)``.
+    """
+    parse_config("muonwithauxadamw", {"lr": lr, **kwargs})
+
+    def build(params: Any) -> optax.GradientTransformationExtraArgs:
+        return build_optimizer(
+            params, "muonwithauxadamw", lr=lr, lr_schedule=lr_schedule, matrix_axes=matrix_axes, **kwargs
+        )
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("this optimizer needs the parameters: call update(grads, state, params)")
+        return build(params).update(grads, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(lambda params: build(params).init(params), update)
+
+
+def route_parameters(params: Any, optimizer_type: str, *, matrix_axes: AxesSpec = None, **kwargs: Any) -> RoutingTable:
+    """The table of roles, groups and learning rates that build_optimizer would use.
+
+    Arguments and errors are those of build_optimizer.
+    """
+    return _route(params, optimizer_type, parse_config(optimizer_type, kwargs), matrix_axes)[0]
+
+
+def describe(params: Any, optimizer_type: str, *, matrix_axes: AxesSpec = None, **kwargs: Any) -> str:
+    """route_parameters as text: one line a parameter with its role, group, lr, decay, axes and adjusted lr."""
+    return str(route_parameters(params, optimizer_type, matrix_axes=matrix_axes, **kwargs))
+
+
+def build_lr_schedule(lr_scheduler_type: str, **kwargs: Any) -> optax.Schedule:
+    """A multiplier of the base lr as a function of the number of updates done.
+
+    Args:
+        lr_scheduler_type: "lambdalinear", "lambdacosine", "wsd" or "wsfd", in any case.
+        **kwargs: arguments of the schedule, see jax_impl.schedules.
+
+    Raises:
+        NotImplementedError: unknown ``lr_scheduler_type``.
+        TypeError: unknown or missing keyword, or a value of the wrong type.
+        ValueError: a value out of range.
+    """
+    if not isinstance(lr_scheduler_type, str):
+        raise TypeError(f"lr_scheduler_type must be a string, got {lr_scheduler_type!r}")
+    make_schedule = SCHEDULES.get(lr_scheduler_type.lower())
+    if make_schedule is None:
+        raise NotImplementedError(f"lr_scheduler_type must be one of {sorted(SCHEDULES)}, got {lr_scheduler_type!r}")
+    check_keywords(lr_scheduler_type, kwargs, list(inspect.signature(make_schedule).parameters))
+    return make_schedule(**{name: plain(value) for name, value in kwargs.items()})
+
+
+def _route(
+    params: Any, optimizer_type: str, config: OptimizerConfig, matrix_axes: AxesSpec
+) -> tuple[RoutingTable, list[ParameterGroup]]:
+    leaves = named_leaves(params)
+    for name, leaf in leaves.items():
+        if not jnp.issubdtype(getattr(leaf, "dtype", None), jnp.floating):
+            raise TypeError(f"parameter {name!r} is no array of floats: {type(leaf).__name__}")
+    selected = {name: leaves[name] for name in select_parameters(leaves, config.keys_to_select)}
+    axes = axes_by_name(params, matrix_axes)
+    if isinstance(config, MuonConfig):
+        roles = parameter_roles(
+            selected,
+            axes,
+            expert_param_keywords=config.expert_param_keywords,
+            adamw_module_keywords=config.adamw_module_keywords,
+            orthogonalize_skip_patterns=config.orthogonalize_skip_patterns,
+        )
+    else:
+        roles = {name: (optimizer_type.lower(), None) for name in selected}
+    groups = group_parameters(
+        {name: _dims_of_a_layer(name, leaf, roles[name][0], axes[name]) for name, leaf in selected.items()},
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        lr_multipliers=config.lr_multipliers,
+        disable_weight_decay_for_1d_params=config.disable_weight_decay_for_1d_params,
+    )
+    index = {name: i for i, group in enumerate(groups) for name in group.names}
+    routes = []
+    for name, leaf in leaves.items():
+        if name not in index:
+            routes.append(ParameterRoute(name, tuple(leaf.shape), FROZEN, None, None, None, None, None))
+            continue
+        group, (role, role_axes) = groups[index[name]], roles[name]
+        scale = 1.0
+        if role_axes is not None and isinstance(config, MuonConfig):
+            scale = adjusted_lr_scale(leaf.shape, role_axes, config.muon_lr_scale)
+        routes.append(
+            ParameterRoute(
+                name, tuple(leaf.shape), role, index[name], group.lr, group.weight_decay, role_axes, group.lr * scale
+            )
+        )
+    return RoutingTable(routes), groups
+
+
+def _dims_of_a_layer(name: str, leaf: Any, role: str, axes: MatrixAxes | None) -> int:
+    """Dimensions that the no-decay rule counts: a declared stack of layers is not one, a stack of experts is."""
+    stacked = len(axes.batch) if axes is not None and role != EXPERT else 0
+    return int(leaf.ndim) - stacked
+
+
+def _label(route: ParameterRoute) -> str:
+    return FROZEN if route.group is None else f"{route.group}.{route.role}"
+
+
+def _rule(
+    role: str,
+    group: ParameterGroup,
+    config: OptimizerConfig,
+    axes: dict[str, MatrixAxes | None],
+    lr_schedule: optax.Schedule | None,
+) -> optax.GradientTransformationExtraArgs:
+    if isinstance(config, AdamConfig):
+        decoupled = isinstance(config, AdamWConfig)
+        direction = scale_by_adam(betas=config.betas, eps=config.eps, l2=0.0 if decoupled else group.weight_decay)
+        return descend(
+            direction, lr=group.lr, weight_decay=group.weight_decay if decoupled else 0.0, lr_schedule=lr_schedule
+        )
+    assert isinstance(config, MuonConfig)
+    active = None
+    if role == ADAMW:
+        direction = scale_by_group_adam(betas=config.adam_betas, eps=config.eps)
+    else:
+        direction = scale_by_muon(
+            muon_momentum=config.muon_momentum,
+            muon_lr_scale=config.muon_lr_scale,
+            ns_steps=config.ns_steps,
+            ns_dtype=config.ns_dtype,
+            ns_coefficients=config.ns_coefficients,
+            nesterov=config.nesterov,
+            matrix_axes=lambda name, leaf: axes[name],
+            experts=role == EXPERT,
+        )
+        if role == EXPERT:
+
+            def active(name: str, grad: jax.Array) -> jax.Array:
+                expert_axes = axes[name]
+                assert expert_axes is not None
+                return active_slices(grad, expert_axes.batch)
+
+    rule = descend(direction, lr=group.lr, weight_decay=group.weight_decay, lr_schedule=lr_schedule, active=active)
+    return keep_master_weights(rule) if config.master_weights else rule

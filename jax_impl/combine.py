@@ -1,0 +1,144 @@
+"""Several rules as one transform: each group applies its lr and decay, multi_transform routes by label."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jax_impl.master_weights import compute_dtype
+from jax_impl.tree import leaf_name, map_params
+
+LABEL = re.compile(r"(\d+)\.[a-z]+")  # <group>.<role>
+
+
+class GroupState(NamedTuple):
+    """``count``: int32, updates done; ``learning_rate``: what the next update uses; ``inner``: of the direction."""
+
+    count: jax.Array
+    learning_rate: jax.Array
+    inner: Any
+
+
+def descend(
+    direction: optax.GradientTransformationExtraArgs,
+    *,
+    lr: float,
+    weight_decay: float,
+    lr_schedule: optax.Schedule | None = None,
+    active: Callable[[str, jax.Array], jax.Array] | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Updates of one group: -lr f(count) (direction + weight_decay p).
+
+    Args:
+        direction: scales gradients, knows neither lr nor decay.
+        lr: base learning rate.
+        weight_decay: decoupled decay.
+        lr_schedule: f, multiplier of the base lr after ``count`` updates; 1 if None.
+        active: None, or a function of (name, gradient) that masks what must neither move nor decay.
+
+    A parameter whose gradient is None gets a zero update. Updates are float32, float64 for float64 parameters.
+    """
+
+    def learning_rate(count: jax.Array, dtype: Any) -> jax.Array:
+        f = 1.0 if lr_schedule is None else lr_schedule(count)
+        return jnp.asarray(lr * f, dtype)
+
+    def init(params: Any) -> GroupState:
+        dtypes = [compute_dtype(p) for p in jax.tree.leaves(params)]
+        count = jnp.zeros((), jnp.int32)
+        return GroupState(count, learning_rate(count, jnp.result_type(jnp.float32, *dtypes)), direction.init(params))
+
+    def update(grads: Any, state: GroupState, params: Any = None, **extra: Any) -> tuple[Any, GroupState]:
+        directions, inner = direction.update(grads, state.inner, params, **extra)
+        dtype = state.learning_rate.dtype
+        lr_now = learning_rate(state.count, dtype)
+
+        def leaf(name: str, p: jax.Array, g: Any, d: jax.Array) -> tuple[jax.Array]:
+            if g is None:
+                return (jnp.zeros_like(p, compute_dtype(p)),)
+            descent = d + weight_decay * p.astype(d.dtype) if weight_decay else d
+            if active is not None:
+                descent = jnp.where(active(name, g), descent, 0.0)
+            return (-lr_now.astype(d.dtype) * descent,)
+
+        (updates,) = map_params(leaf, 1, params, grads, directions)
+        count = optax.safe_increment(state.count)
+        return updates, GroupState(count, learning_rate(count, dtype), inner)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def freeze() -> optax.GradientTransformationExtraArgs:
+    """Exact zero updates, also where the gradient is None; no state."""
+
+    def init(params: Any) -> optax.EmptyState:
+        return optax.EmptyState()
+
+    def update(grads: Any, state: optax.EmptyState, params: Any = None, **extra: Any) -> tuple[Any, optax.EmptyState]:
+        return jax.tree.map(jnp.zeros_like, params), state
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def combine(
+    transforms: Mapping[str, optax.GradientTransformationExtraArgs], labels: Mapping[str, str]
+) -> optax.GradientTransformationExtraArgs:
+    """``optax.multi_transform`` over parameters labelled by name.
+
+    Args:
+        transforms: {label: transform}.
+        labels: {name of a leaf: label}. Trees given to ``init`` and ``update`` may be of any container types (dicts,
+            nnx states, ...) as long as their leaves have these names.
+
+    Raises:
+        ValueError: at init and update, if the tree has other leaves, or if ``params`` is missing.
+    """
+
+    def label_tree(tree: Any) -> Any:
+        def label(path: tuple[Any, ...], leaf: Any) -> str:
+            name = leaf_name(path)
+            if name not in labels:
+                raise ValueError(f"the optimizer was built without a parameter {name!r}; it has {sorted(labels)}")
+            return labels[name]
+
+        return jax.tree_util.tree_map_with_path(label, tree, is_leaf=lambda x: x is None)
+
+    inner = optax.multi_transform(transforms, label_tree)
+
+    def init(params: Any) -> Any:
+        missing = set(labels) - {leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
+        if missing:
+            raise ValueError(f"the optimizer was built with parameters that are missing: {sorted(missing)}")
+        return inner.init(params)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("this optimizer needs the parameters: call update(grads, state, params)")
+        return inner.update(grads, state, params, **extra)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def learning_rates(opt_state: Any) -> dict[int, jax.Array]:
+    """{group: lr that its next update uses} of any tree that holds a state of build_optimizer.
+
+    Groups are numbered as in the routing table. Works on wrapped states (chain, nnx.Optimizer) and on restored ones
+    whose tuples have become dicts.
+
+    Raises:
+        ValueError: no group is found.
+    """
+    rates: dict[int, jax.Array] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
+        keys = leaf_name(path).split(".learning_rate")
+        match = list(LABEL.finditer(keys[0]))
+        if len(keys) == 2 and keys[1] == "" and match:
+            rates[int(match[-1].group(1))] = leaf
+    if not rates:
+        raise ValueError("no group found: is this the state of a jax_impl optimizer?")
+    return dict(sorted(rates.items()))

@@ -1,0 +1,32 @@
+"""Adam and AdamW: torch's own fused kernels, which are at the memory limit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from torch_impl.config import AdamConfig, AdamWConfig
+from torch_impl.master_weights import compute_dtype
+
+
+def build_adam(param_groups: list[dict[str, Any]], config: AdamConfig) -> torch.optim.Optimizer:
+    """``torch.optim.AdamW`` or ``Adam`` with ``fused=True`` over groups that carry "params", "lr" and "weight_decay".
+
+    Steps are counted per parameter: one without a gradient does not advance. With ``capturable`` every group gets
+    an lr tensor of its own.
+    """
+    if config.capturable:
+        for group in param_groups:
+            first = group["params"][0]
+            group["lr"] = torch.tensor(group["lr"], dtype=compute_dtype(first), device=first.device)
+    optimizer_class = torch.optim.AdamW if isinstance(config, AdamWConfig) else torch.optim.Adam
+    return optimizer_class(
+        param_groups,
+        lr=config.lr,
+        betas=config.betas,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        fused=True,
+        capturable=config.capturable,
+    )

@@ -1,0 +1,209 @@
+"""Several optimizers, or several schedulers, as one object with one checkpoint."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.optim.lr_scheduler import LambdaLR
+
+from torch_impl.routing import RoutingTable
+
+
+class OptimizersContainer(Stateful):
+    """Optimizers of one model, stepped, saved and loaded together.
+
+    ``state_dict`` is flat, ``state.<name>.<key>`` and ``param_groups.<name>.<key>``, with the model's own parameter
+    names, so that it can be matched by name and resharded.
+    """
+
+    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], routes: RoutingTable) -> None:
+        self.optimizers = optimizers
+        self.routes = routes
+        names = {p: name for name, p in model.named_parameters()}
+        self._names = {
+            p: names[p] for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
+        }
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter(self.optimizers)
+
+    def __len__(self) -> int:
+        return len(self.optimizers)
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Step every optimizer. A closure is evaluated once, before the first."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad(set_to_none=set_to_none)
+
+    def describe(self) -> RoutingTable:
+        """Role, group, base lr and decay of every parameter; print it before training."""
+        return self.routes
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat state without side effects; tensors are the live ones, as in torch."""
+        flat: dict[str, Any] = {}
+        for optimizer, group, p in self._members():
+            name = self._names[p]
+            for key, value in optimizer.state.get(p, {}).items():
+                flat[f"state.{name}.{key}"] = value
+            for key, value in group.items():
+                if key != "params":
+                    flat[f"param_groups.{name}.{key}"] = value
+        return flat
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a flat state; everything is checked before anything changes, tensors are copied bit for bit.
+
+        Raises:
+            ValueError: other parameter names, other shapes, or values of one group that differ (another grouping).
+        """
+        states, groups = _unflatten(state_dict)
+        ours = set(self._names.values())
+        if set(groups) != ours or not set(states) <= ours:
+            raise ValueError(
+                f"the state belongs to other parameters; missing from it: {sorted(ours - set(groups))}, "
+                f"unknown here: {sorted((set(groups) | set(states)) - ours)}"
+            )
+        for _, _, p in self._members():
+            for key, value in states.get(self._names[p], {}).items():
+                if isinstance(value, Tensor) and value.ndim > 0 and value.shape != p.shape:
+                    raise ValueError(
+                        f"state.{self._names[p]}.{key} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}"
+                    )
+        loaded = [
+            (group, _common_values([(self._names[p], groups[self._names[p]]) for p in group["params"]]))
+            for optimizer in self.optimizers
+            for group in optimizer.param_groups
+        ]
+        for optimizer, _, p in self._members():
+            state = {
+                key: value.to(p.device).clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+                for key, value in states.get(self._names[p], {}).items()
+            }
+            optimizer.state.pop(p, None)
+            if state:
+                optimizer.state[p] = state
+        for group, values in loaded:
+            for key, value in values.items():
+                assign_(group, key, value)
+
+    def _members(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Tensor]]:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    yield optimizer, group, p
+
+
+def assign_(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``group[key]``: a tensor is filled, so that whoever holds it sees the value; a number stays a number."""
+    current = group.get(key)
+    if isinstance(current, Tensor):
+        current.copy_(torch.as_tensor(value))
+    elif isinstance(value, Tensor):
+        group[key] = value.item() if isinstance(current, (int, float)) else value.clone()
+    else:
+        group[key] = copy.deepcopy(value)
+
+
+def _unflatten(flat: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for path, value in flat.items():
+        head, _, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        if head not in parts or not name:
+            raise ValueError(f"{path!r} is neither state.<name>.<key> nor param_groups.<name>.<key>")
+        parts[head].setdefault(name, {})[key] = value
+    return parts["state"], parts["param_groups"]
+
+
+def _common_values(members: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """The values that all members of a group agree on; they must agree on all."""
+    first_name, values = members[0]
+    for name, others in members[1:]:
+        for key in values.keys() | others.keys():
+            if key not in values or key not in others or not _equal(values[key], others[key]):
+                raise ValueError(
+                    f"{first_name!r} and {name!r} share a group here but not in the state: {key} is "
+                    f"{values.get(key)!r} and {others.get(key)!r}; was it saved with other lr_multipliers or decay?"
+                )
+    return values
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
+class LRSchedulersContainer(Stateful):
+    """One LambdaLR an optimizer, all following one schedule.
+
+    Args:
+        optimizers: the container whose groups are driven.
+        schedule: multiplier of the base lr as a function of the number of updates done.
+    """
+
+    def __init__(self, optimizers: OptimizersContainer, schedule: Callable[[float], float]) -> None:
+        self.schedulers = [LambdaLR(optimizer, schedule) for optimizer in optimizers]
+
+    def __iter__(self) -> Iterator[LambdaLR]:
+        return iter(self.schedulers)
+
+    def __len__(self) -> int:
+        return len(self.schedulers)
+
+    def step(self) -> None:
+        """Advance by one update; call it after the optimizers' step."""
+        for scheduler in self.schedulers:
+            scheduler.step()
+
+    def get_last_lr(self) -> list[float | Tensor]:
+        """lr of every group, in the order of optimizers and groups, that the next update uses."""
+        return [lr for scheduler in self.schedulers for lr in scheduler.get_last_lr()]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of a single LambdaLR, or of the first with all of them under "schedulers"."""
+        states = [scheduler.state_dict() for scheduler in self.schedulers]
+        return states[0] if len(states) == 1 else {**states[0], "schedulers": states}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue at the saved count; lr is set at once, whether the optimizers are loaded before or after.
+
+        Raises:
+            ValueError: the state was saved with another number of optimizers or of groups.
+        """
+        state_dict = copy.deepcopy(state_dict)
+        states = state_dict.pop("schedulers", [state_dict])
+        if len(states) != len(self.schedulers):
+            raise ValueError(
+                f"the state has {len(states)} schedulers, this container {len(self.schedulers)}; "
+                "build the optimizers over the same device meshes as when it was saved"
+            )
+        for scheduler, state in zip(self.schedulers, states, strict=True):
+            if len(state["base_lrs"]) != len(scheduler.base_lrs):
+                raise ValueError(
+                    f"the state has {len(state['base_lrs'])} parameter groups, the optimizer {len(scheduler.base_lrs)}; "
+                    "build it with the same lr_multipliers and decay as when it was saved"
+                )
+        for scheduler, state in zip(self.schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
+            multipliers = [schedule(scheduler.last_epoch) for schedule in scheduler.lr_lambdas]
+            for group, base_lr, f in zip(
+                scheduler.optimizer.param_groups, scheduler.base_lrs, multipliers, strict=True
+            ):
+                assign_(group, "initial_lr", base_lr)
+                assign_(group, "lr", base_lr * f)
