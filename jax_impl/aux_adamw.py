@@ -16,7 +16,7 @@ from jax_impl.tree import map_params
 class ScaleByGroupAdamState(NamedTuple):
     """``count``: int32, updates of the group; ``mu`` and ``nu``: moments, float32 or wider."""
 
-    count: jax.Array
+    count: jax.Array  # type: ignore[assignment]  # optax's name for it, which hides tuple.count
     mu: Any
     nu: Any
 

@@ -134,7 +134,7 @@ def _route(
 ) -> tuple[RoutingTable, list[ParameterGroup]]:
     leaves = named_leaves(params)
     for name, leaf in leaves.items():
-        if not jnp.issubdtype(getattr(leaf, "dtype", None), jnp.floating):
+        if not (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)):
             raise TypeError(f"parameter {name!r} is no array of floats: {type(leaf).__name__}")
     selected = {name: leaves[name] for name in select_parameters(leaves, config.keys_to_select)}
     axes = axes_by_name(params, matrix_axes)

@@ -17,9 +17,15 @@ LABEL = re.compile(r"(\d+)\.[a-z]+")  # <group>.<role>
 
 
 class GroupState(NamedTuple):
-    """``count``: int32, updates done; ``learning_rate``: what the next update uses; ``inner``: of the direction."""
+    """State of one group.
 
-    count: jax.Array
+    Attributes:
+        schedule_count: int32, updates done, the argument of the schedule.
+        learning_rate: what the next update uses.
+        inner: of the direction.
+    """
+
+    schedule_count: jax.Array
     learning_rate: jax.Array
     inner: Any
 
@@ -56,7 +62,7 @@ def descend(
     def update(grads: Any, state: GroupState, params: Any = None, **extra: Any) -> tuple[Any, GroupState]:
         directions, inner = direction.update(grads, state.inner, params, **extra)
         dtype = state.learning_rate.dtype
-        lr_now = learning_rate(state.count, dtype)
+        lr_now = learning_rate(state.schedule_count, dtype)
 
         def leaf(name: str, p: jax.Array, g: Any, d: jax.Array) -> tuple[jax.Array]:
             if g is None:
@@ -67,7 +73,7 @@ def descend(
             return (-lr_now.astype(d.dtype) * descent,)
 
         (updates,) = map_params(leaf, 1, params, grads, directions)
-        count = optax.safe_increment(state.count)
+        count = optax.safe_increment(state.schedule_count)
         return updates, GroupState(count, learning_rate(count, dtype), inner)
 
     return optax.GradientTransformationExtraArgs(init, update)

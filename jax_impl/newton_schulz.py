@@ -103,7 +103,7 @@ def newton_schulz(
         raise ValueError(f"newton_schulz needs matrices (..., M, N), got shape {x.shape}")
     if ns_dtype not in NS_DTYPES:
         raise ValueError(f"ns_dtype must be one of {sorted(NS_DTYPES)}, got {ns_dtype!r}")
-    if ns_dtype == "float64" and not jax.config.jax_enable_x64:
+    if ns_dtype == "float64" and jnp.result_type(float) != jnp.float64:
         raise ValueError("ns_dtype='float64' needs jax_enable_x64, which is off")
     triples = resolve_coefficients(ns_coefficients, ns_steps)
     dtype = NS_DTYPES[ns_dtype]

@@ -14,7 +14,7 @@ from jax_impl.tree import leaf_name, named_leaves
 MATRIX, EXPERT, ADAMW, FROZEN = "matrix", "expert", "adamw", "frozen"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class MatrixAxes:
     """Axes of a leaf that index outputs (its rows), inputs (its columns) and separate matrices.
 
@@ -24,12 +24,13 @@ class MatrixAxes:
 
     fan_out: tuple[int, ...]
     fan_in: tuple[int, ...]
-    batch: tuple[int, ...] = ()
+    batch: tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        for side in ("fan_out", "fan_in", "batch"):
-            value = getattr(self, side)
-            object.__setattr__(self, side, (value,) if isinstance(value, int) else tuple(value))
+    def __init__(
+        self, fan_out: int | Sequence[int], fan_in: int | Sequence[int], batch: int | Sequence[int] = ()
+    ) -> None:
+        for side, axes in (("fan_out", fan_out), ("fan_in", fan_in), ("batch", batch)):
+            object.__setattr__(self, side, (axes,) if isinstance(axes, int) else tuple(axes))
 
 
 AxesSpec = Callable[[str, Any], MatrixAxes | None] | Any
@@ -103,6 +104,7 @@ def axes_by_name(params: Any, matrix_axes: AxesSpec) -> dict[str, MatrixAxes | N
     else:
         is_leaf = lambda x: x is None or isinstance(x, MatrixAxes)  # noqa: E731
         axes = {}
+        treedef: Any
         specs, treedef = jax.tree_util.tree_flatten_with_path(matrix_axes, is_leaf=is_leaf)
         for (path, spec), subtree in zip(specs, treedef.flatten_up_to(params), strict=True):
             for below, _ in jax.tree_util.tree_flatten_with_path(subtree)[0]:

@@ -31,9 +31,9 @@ def _elapsed(count: Any, start: float) -> jax.Array:
         return jnp.asarray(np.asarray(count, np.float64) - start, real)
     if jnp.issubdtype(count.dtype, jnp.unsignedinteger) and count.dtype.itemsize < 4:
         count = count.astype(jnp.int32)
-    if jnp.issubdtype(count.dtype, jnp.signedinteger):
-        if float(start).is_integer() and abs(start) <= jnp.iinfo(count.dtype).max:
-            return (count - int(start)).astype(real)
+    fits = float(start).is_integer() and abs(start) < 2.0 ** (8 * count.dtype.itemsize - 1)
+    if jnp.issubdtype(count.dtype, jnp.signedinteger) and fits:
+        return (count - int(start)).astype(real)
     return count.astype(real) - float(start)
 
 

@@ -33,6 +33,7 @@ def map_params(fn: Callable[..., tuple[Any, ...]], outputs: int, params: Any, *t
 
     Where a parameter has no gradient its leaf in a gradient tree is None, and ``fn`` is given that None.
     """
+    treedef: Any
     paths, treedef = jax.tree_util.tree_flatten_with_path(params)
     columns = [treedef.flatten_up_to(tree) for tree in trees]
     rows = [fn(leaf_name(path), leaf, *(column[i] for column in columns)) for i, (path, leaf) in enumerate(paths)]

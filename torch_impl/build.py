@@ -46,7 +46,7 @@ def build_optimizer(model: nn.Module, optimizer_type: str, **kwargs: Any) -> Opt
     params = trainable_parameters(model)
     routes, groups = _route(model, optimizer_type, config)
     if isinstance(config, MuonConfig):
-        roles = {params[route.name]: route.role for route in routes if route.role != FROZEN}
+        roles: dict[Tensor, str] = {params[route.name]: route.role for route in routes if route.role != FROZEN}
         optimizers = [_build_muon(_torch_groups(groups, params), roles, config)]
     else:
         assert isinstance(config, AdamConfig)

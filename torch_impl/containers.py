@@ -196,7 +196,8 @@ class LRSchedulersContainer(Stateful):
         for scheduler, state in zip(self.schedulers, states, strict=True):
             if len(state["base_lrs"]) != len(scheduler.base_lrs):
                 raise ValueError(
-                    f"the state has {len(state['base_lrs'])} parameter groups, the optimizer {len(scheduler.base_lrs)}; "
+                    f"the state has {len(state['base_lrs'])} parameter groups, "
+                    f"the optimizer {len(scheduler.base_lrs)}; "
                     "build it with the same lr_multipliers and decay as when it was saved"
                 )
         for scheduler, state in zip(self.schedulers, states, strict=True):

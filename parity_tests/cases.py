@@ -1,0 +1,200 @@
+"""The table: which optimizer, on which problem, under which schedule, and why the row exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from parity_tests.problems import PROBLEMS, Problem
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row.
+
+    Attributes:
+        id: name in reports and for ``-k``.
+        why: the fault that only this row would show.
+        optimizer_type, kwargs: as for build_optimizer of either side, without ``fused`` and ``ns_dtype``.
+        schedule: (lr_scheduler_type, kwargs) or None.
+        problem: model and gradients.
+        steps: length of the run in updates.
+        quick: part of ``--quick``.
+    """
+
+    id: str
+    why: str
+    optimizer_type: str
+    kwargs: Mapping[str, Any]
+    problem: Problem
+    schedule: tuple[str, Mapping[str, Any]] | None = None
+    steps: int = 100
+    quick: bool = False
+    axes_by_kind: bool = field(default=False, repr=False)
+    """JAX takes torch's names and (out, in) layouts, and matrix axes from the kind of each parameter."""
+
+
+COSINE = (
+    "lambdacosine",
+    {"warm_up_steps": [10], "f_start": [0.1], "f_max": [1.0], "f_min": [0.05], "cycle_lengths": [90]},
+)
+TWO_CYCLES = (
+    "lambdalinear",
+    {
+        "warm_up_steps": [5, 3],
+        "f_start": [0.0, 0.2],
+        "f_max": [1.0, 0.6],
+        "f_min": [0.1, 0.0],
+        "cycle_lengths": [40, 50],
+    },
+)
+WSD = (
+    "wsd",
+    {"warm_up_steps": 8, "total_steps": 95, "decay_steps": 30, "f_start": 0.0, "f_max": 1.0, "f_min": 0.1},
+)
+WSFD = (
+    "wsfd",
+    {
+        "warm_up_steps": 8,
+        "total_steps": 95,
+        "decay_steps": 30,
+        "f_start": 0.2,
+        "f_max": 1.0,
+        "f_cooldown_start": 0.7,
+        "f_min": 0.0,
+        "decay_type": "linear",
+    },
+)
+
+MUON = "muonwithauxadamw"
+
+CASES: tuple[Case, ...] = (
+    Case("adam-defaults", "the plain recurrence", "adam", {"lr": 0.01}, PROBLEMS["mlp"], quick=True),
+    Case(
+        "adam-l2",
+        "decay inside the gradient, not decoupled; betas and eps off their defaults",
+        "adam",
+        {"lr": 0.01, "weight_decay": 0.1, "betas": (0.8, 0.95), "eps": 1e-4},
+        PROBLEMS["shapes"],
+        COSINE,
+    ),
+    Case("adamw-defaults", "decoupled decay", "adamw", {"lr": 0.01}, PROBLEMS["shapes"], COSINE, quick=True),
+    Case(
+        "adamw-gaps",
+        "a step count per parameter: one without a gradient does not advance",
+        "adamw",
+        {"lr": 0.01, "weight_decay": 0.1},
+        PROBLEMS["gaps"],
+        WSD,
+        quick=True,
+    ),
+    Case(
+        "adamw-groups",
+        "first matching multiplier wins, an explicit 0 is a value, vectors do not decay",
+        "adamw",
+        {
+            "lr": 0.02,
+            "weight_decay": 0.1,
+            "lr_multipliers": {"norm": 0.5, "o": 2.0, "embed": 0.0},
+            "disable_weight_decay_for_1d_params": True,
+        },
+        PROBLEMS["mlp"],
+        TWO_CYCLES,
+    ),
+    Case(
+        "adamw-frozen",
+        "parameters outside the selection do not move, not even by decay",
+        "adamw",
+        {"lr": 0.01, "weight_decay": 0.2, "keys_to_select": ["up", "norm"]},
+        PROBLEMS["mlp"],
+        WSFD,
+    ),
+    Case(
+        "adamw-tiny-gradients",
+        "eps stands outside the root and decides the size of the step",
+        "adamw",
+        {"lr": 0.01, "weight_decay": 0.0},
+        PROBLEMS["hard"],
+    ),
+    Case("muon-defaults", "both rules side by side", MUON, {"lr": 0.02}, PROBLEMS["mlp"], WSD, quick=True),
+    Case(
+        "muon-shapes",
+        "orientation: tall, wide, square, one row, one column; a raw matrix goes to AdamW",
+        MUON,
+        {"lr": 0.02, "weight_decay": 0.3},
+        PROBLEMS["shapes"],
+        COSINE,
+        quick=True,
+    ),
+    Case(
+        "muon-no-nesterov",
+        "the momentum itself is orthogonalized",
+        MUON,
+        {"lr": 0.02, "nesterov": False, "weight_decay": 0.0},
+        PROBLEMS["shapes"],
+        TWO_CYCLES,
+    ),
+    Case(
+        "muon-hyperparameters",
+        "every number off its default",
+        MUON,
+        {
+            "lr": 0.005,
+            "muon_momentum": 0.8,
+            "muon_lr_scale": 1.0,
+            "ns_steps": 3,
+            "adam_betas": (0.8, 0.99),
+            "eps": 1e-5,
+            "weight_decay": 0.4,
+        },
+        PROBLEMS["mlp"],
+        WSFD,
+    ),
+    Case(
+        "muon-gaps",
+        "None leaves weight, decay and state alone while the group's count advances; zero is a gradient",
+        MUON,
+        {"lr": 0.02, "weight_decay": 0.2},
+        PROBLEMS["gaps"],
+        WSD,
+        quick=True,
+    ),
+    Case(
+        "muon-groups",
+        "multipliers reach matrices and vectors; the decay follows the unscaled lr of its group",
+        MUON,
+        {
+            "lr": 0.02,
+            "weight_decay": 0.2,
+            "lr_multipliers": {"down": 3.0, "norm": 0.5, "up": 0.25},
+            "disable_weight_decay_for_1d_params": True,
+        },
+        PROBLEMS["mlp"],
+        WSD,
+    ),
+    Case(
+        "muon-head-keyword",
+        "custom keywords replace the default ones: the head becomes a matrix",
+        MUON,
+        {"lr": 0.02, "adamw_module_keywords": ["down"], "orthogonalize_skip_patterns": [r"^up\b"]},
+        PROBLEMS["mlp"],
+        COSINE,
+    ),
+    Case(
+        "muon-hard",
+        "low rank, gradients near the norm's eps, growing gradients",
+        MUON,
+        {"lr": 0.02},
+        PROBLEMS["hard"],
+        COSINE,
+    ),
+    Case(
+        "muon-experts",
+        "one matrix an expert; an idle expert keeps weight and momentum",
+        MUON,
+        {"lr": 0.02, "weight_decay": 0.2, "expert_param_keywords": ["experts"]},
+        PROBLEMS["experts"],
+        WSD,
+    ),
+)
