@@ -7,6 +7,7 @@ A ``config`` is the dict that ``torch_impl.build_lr_scheduler(optimizer, **confi
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby, pairwise
@@ -30,7 +31,7 @@ FLOAT32_BOUND = 2e-7
 # Okabe-Ito sky blue, light and wide, under near-black and thin: two greys that print apart
 TORCH_STYLE: dict[str, Any] = {"color": "#56B4E9", "linewidth": 5.0, "solid_capstyle": "butt"}
 JAX_STYLE: dict[str, Any] = {"color": "#000000", "linewidth": 1.2, "linestyle": (0, (3, 2)), "marker": "o"}
-DIFFERENCE_STYLE: dict[str, Any] = {"color": "#D55E00", "linestyle": "none", "marker": "o", "markersize": 2.5}
+DIFFERENCE_STYLE: dict[str, Any] = {"color": "#D55E00", "linestyle": "none", "marker": "o"}
 
 _RC = {
     "figure.dpi": 90,
@@ -173,11 +174,13 @@ def _draw_column(axes: Sequence[Axes], config: Mapping[str, Any]) -> None:
         difference = samples.difference(dtype)
         largest = np.abs(difference).max()
         axis.axhline(0.0, color="0.6", linewidth=0.8)
-        axis.plot(samples.steps, difference / unit, **DIFFERENCE_STYLE)
+        axis.plot(samples.steps, difference / unit, markersize=2.5 if every == 1 else 1.5, **DIFFERENCE_STYLE)
         axis.set_title(f"torch - JAX, {dtype}", loc="left", fontsize=9, pad=4)
         axis.set_title(f"largest {largest:.1e} of the peak", loc="right", fontsize=9, pad=4)
         # one scale for all schedules, unless a difference would fall outside it
         axis.set_ylim(-max(half_range, 1.1 * largest / unit), max(half_range, 1.1 * largest / unit))
+    for bound in (-FLOAT32_BOUND, FLOAT32_BOUND):
+        difference_axes[0].axhline(bound / 1e-7, color="0.4", linewidth=0.8, linestyle="--")
     difference_axes[1].set_xlabel("step [updates done]")
     difference_axes[1].set_xlim(-0.015 * last, last)
     _mark_phases(axes, config, last)
@@ -216,7 +219,7 @@ def draw_or_explain(config: Mapping[str, Any]) -> None:
     if message is None:
         draw(config)
     else:
-        print(message)
+        print("\n".join(textwrap.fill(line, width=90, break_on_hyphens=False) for line in message.splitlines()))
 
 
 def steps_slider(value: int, most: int, least: int = 0) -> widgets.IntSlider:
@@ -235,12 +238,17 @@ def show_sliders(control: widgets.interactive) -> None:
     for child in controls:
         child.style.description_width = "130px"
         child.layout.width = "95%"
-    grid = widgets.GridBox(controls, layout=widgets.Layout(grid_template_columns="repeat(2, minmax(0, 1fr))"))
+    columns = widgets.Layout(
+        grid_auto_flow="column",
+        grid_template_rows=f"repeat({math.ceil(len(controls) / 2)}, auto)",
+        grid_template_columns="repeat(2, minmax(0, 1fr))",
+    )
+    grid = widgets.GridBox(controls, layout=columns)
     # kept open while the picture is replaced, so that the page does not jump
-    picture.layout.min_height = "560px"
+    picture.layout.min_height = "590px"
     box = widgets.VBox([grid, picture], layout=widgets.Layout(max_width="900px"))
     bundle = box._repr_mimebundle_()
-    display({**bundle, "text/plain": "Sliders: run this cell in JupyterLab to move them."}, raw=True)
+    display({**bundle, "text/plain": "Sliders: run the notebook in JupyterLab to move them."}, raw=True)
 
 
 def lr_table(config: Mapping[str, Any], base_lr: float, steps: Sequence[int] = ()) -> str:

@@ -198,3 +198,98 @@ CASES: tuple[Case, ...] = (
         WSD,
     ),
 )
+
+
+@dataclass(frozen=True)
+class ScheduleCase:
+    """One schedule of the parity job: evaluated at every step around its seams and on a grid, past the end too.
+
+    Attributes:
+        id, why: as in Case.
+        lr_scheduler_type, kwargs: as for build_lr_scheduler and build_lr_schedule.
+        seams: steps at which its formula changes; each is compared with its neighbours.
+    """
+
+    id: str
+    why: str
+    lr_scheduler_type: str
+    kwargs: Mapping[str, Any]
+    seams: tuple[int, ...]
+
+    @property
+    def steps(self) -> list[int]:
+        """0, a grid of about 200 steps up to a fifth past the end, and every seam +-1."""
+        end = self.seams[-1]
+        grid = range(0, end + end // 5 + 2, max(1, end // 170))
+        return sorted({0, *grid, *(max(0, seam + k) for seam in self.seams for k in (-1, 0, 1))})
+
+
+SCHEDULE_CASES: tuple[ScheduleCase, ...] = (
+    ScheduleCase("cosine", "one cycle", *COSINE, (10, 90)),
+    ScheduleCase(
+        "cosine-restarts",
+        "a boundary step belongs to the earlier cycle; one cycle has no warm-up",
+        "lambdacosine",
+        {
+            "warm_up_steps": [30, 0, 20],
+            "f_start": [0.0, 0.5, 0.1],
+            "f_max": [1.0, 0.7, 0.4],
+            "f_min": [0.2, 0.1, 0.0],
+            "cycle_lengths": [300, 200, 400],
+        },
+        (30, 300, 500, 520, 900),
+    ),
+    ScheduleCase("linear-two-cycles", "lines, and a start at zero", *TWO_CYCLES, (5, 40, 43, 90)),
+    ScheduleCase(
+        "linear-long-warm-up",
+        "a warm-up longer than its cycle is cut off and held",
+        "lambdalinear",
+        {"warm_up_steps": [1000], "f_start": [0.05], "f_max": [1.0], "f_min": [0.5], "cycle_lengths": [500]},
+        (500,),
+    ),
+    ScheduleCase("wsd-cosine", "three phases", *WSD, (8, 65, 95)),
+    ScheduleCase(
+        "wsd-real",
+        "the horizon of a public configuration",
+        "wsd",
+        {
+            "warm_up_steps": 2000,
+            "total_steps": 50000,
+            "decay_steps": 5000,
+            "f_start": 0.01,
+            "f_max": 1.0,
+            "f_min": 0.1,
+        },
+        (2000, 45000, 50000),
+    ),
+    ScheduleCase(
+        "wsd-no-phases",
+        "zero-length warm-up and decay never divide by zero",
+        "wsd",
+        {"warm_up_steps": 0, "total_steps": 40, "decay_steps": 0, "f_start": 0.3, "f_max": 1.0, "f_min": 0.2},
+        (40,),
+    ),
+    ScheduleCase("wsfd", "a slow decay before the fast one", *WSFD, (8, 65, 95)),
+    ScheduleCase(
+        "linear-1e13",
+        "a horizon beyond 32 bits, the default of a public configuration",
+        "lambdalinear",
+        {"warm_up_steps": [1000], "f_start": [1e-6], "f_max": [1.0], "f_min": [1.0], "cycle_lengths": [10**13]},
+        (1000, 2000),
+    ),
+    ScheduleCase(
+        "wsd-3e9-samples",
+        "lengths in samples: the total exceeds 2^31, the count does not",
+        "wsd",
+        {
+            "warm_up_steps": 24_414_063,
+            "total_steps": 3_048_706_055,
+            "decay_steps": 1_610_351_563,
+            "f_start": 0.0,
+            "f_max": 1.0,
+            "f_min": 0.01,
+            "decay_type": "linear",
+        },
+        (24_414_063, 1_438_354_492),
+    ),
+)

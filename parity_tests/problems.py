@@ -47,6 +47,8 @@ class Problem:
         none_at: {name: steps (0-based) at which its gradient is None}.
         zero_at: {name: steps at which its gradient is zero}.
         idle_experts: {name: {step: experts whose slice is zero}}.
+        tied: {alias: name}, parameters that share a tensor; only ``name`` is listed.
+        frozen: names that are not trained; not listed.
         seed: of values and gradients.
     """
 
@@ -55,11 +57,15 @@ class Problem:
     none_at: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     zero_at: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     idle_experts: Mapping[str, Mapping[int, tuple[int, ...]]] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+    frozen: tuple[str, ...] = ()
     seed: int = 0
 
     @property
     def parameters(self) -> list[Parameter]:
-        return [parameter for module in self.modules for parameter in parameters_of(*module)]
+        """Trainable parameters, each once."""
+        every = [parameter for module in self.modules for parameter in parameters_of(*module)]
+        return [p for p in every if p.name not in self.tied and p.name not in self.frozen]
 
     def initial(self) -> Arrays:
         """Start values, float64, exactly representable in bfloat16 so that every tier starts at the same place."""

@@ -170,3 +170,10 @@ class JaxBackend:
 
     def start(self, case: Case, precision: Precision) -> JaxRun:
         return JaxRun(case, precision, self.device)
+
+
+def schedule_values(lr_scheduler_type: str, kwargs: Mapping[str, Any], steps: list[int], dtype: str) -> np.ndarray:
+    """Jitted multipliers at ``steps`` (int32 counts) with x64 on ("float64") or off ("float32")."""
+    schedule = jax.jit(jax_impl.build_lr_schedule(lr_scheduler_type, **kwargs))
+    with jax.enable_x64(dtype == "float64"):
+        return np.asarray(schedule(jnp.asarray(steps, jnp.int32)), np.float64)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ import torch_impl
 from parity_tests.backends.base import Arrays, Precision, Record, optimizer_kwargs
 from parity_tests.cases import Case
 from parity_tests.problems import Problem
+from torch_impl.schedules import SCHEDULERS
 
 torch.set_float32_matmul_precision("highest")  # no TF32
 torch.backends.cuda.matmul.allow_tf32 = False
@@ -33,6 +35,11 @@ def build_model(problem: Problem) -> nn.Module:
             owner.register_parameter(leaf, nn.Parameter(torch.zeros(args)))
         else:
             owner.add_module(leaf, getattr(nn, kind)(*args))
+    for alias, name in problem.tied.items():
+        owner_name, _, leaf = alias.rpartition(".")
+        root.get_submodule(owner_name).register_parameter(leaf, root.get_parameter(name))
+    for name in problem.frozen:
+        root.get_parameter(name).requires_grad_(False)
     return root
 
 
@@ -42,7 +49,7 @@ class TorchRun:
     def __init__(self, case: Case, precision: Precision, device: str) -> None:
         dtype = getattr(torch, precision.params)
         model = build_model(case.problem).to(device=device, dtype=dtype)
-        self.params = dict(model.named_parameters())
+        self.params = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._set_params(case.problem.initial())
         self.optimizers = torch_impl.build_optimizer(model, case.optimizer_type, **optimizer_kwargs(case, precision))
         self.scheduler = None
@@ -132,3 +139,9 @@ class TorchBackend:
 
     def start(self, case: Case, precision: Precision) -> TorchRun:
         return TorchRun(case, precision, self.device)
+
+
+def schedule_values(lr_scheduler_type: str, kwargs: Mapping[str, Any], steps: list[int]) -> np.ndarray:
+    """Multipliers as a LambdaLR would ask for them."""
+    schedule = SCHEDULERS[lr_scheduler_type](**kwargs)
+    return np.array([schedule(n) for n in steps])
