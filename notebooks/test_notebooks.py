@@ -23,7 +23,7 @@ FOLDER = Path(__file__).resolve().parent
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 MOST_BYTES = 400_000
-ABSOLUTE_PATH = re.compile(r"/(?:work|tmp|home|root|usr|opt|var|mnt|Users)/|site-packages|[A-Za-z]:\\\\")
+ABSOLUTE_PATH = re.compile(r"/(?:work|tmp|home|root|usr|opt|var|mnt|Users)\b|site-packages|[A-Za-z]:\\\\")
 
 EXACT = 1e-12
 """Torch multipliers against hand-derived ones: a few roundings of float64."""
@@ -180,7 +180,7 @@ def test_committed_file_is_clean(committed: tuple[Path, NotebookNode]) -> None:
 
 
 def save_executed(path: Path) -> None:
-    """Execute and save a notebook without what changes from run to run or belongs to one machine."""
+    """Execute and save a notebook, without what belongs to one run or to one machine."""
     notebook = execute(path)
     notebook.metadata = NotebookNode(kernelspec=KERNELSPEC, language_info={"name": "python"})
     for cell in notebook.cells:

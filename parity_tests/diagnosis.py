@@ -19,11 +19,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from parity_tests import reference
 from parity_tests.backends.base import Arrays, Record
 from parity_tests.backends.reference_backend import ReferenceRun, Stages
 from parity_tests.tolerances import relative_error
 
-PARALLEL = 1e-3  # two updates count as parallel when what is left is smaller than this
+NORM_EPS = 1e-7  # of Newton-Schulz
+EXPLAINED = 1e-2  # a hypothesis holds when it leaves less than this of the difference unexplained
 
 
 class Finding(NamedTuple):
@@ -86,10 +88,10 @@ def diagnose(
     for key, expected in stages.state.items():
         if not is_close(record.state[name][key], expected):
             return Finding(STATE_STAGES[key], f"{key} differs after the update", record.state[name][key], expected)
-    return _diagnose_update(update, stages)
+    return _diagnose_update(update, stages, run.options.get("ns_steps", 0))
 
 
-def _diagnose_update(found: np.ndarray, stages: Stages) -> Finding:
+def _diagnose_update(found: np.ndarray, stages: Stages, ns_steps: int) -> Finding:
     p, lr, decay = stages.before, stages.lr, stages.decay
     expected = stages.after - p
 
@@ -105,43 +107,60 @@ def _diagnose_update(found: np.ndarray, stages: Stages) -> Finding:
         return finding("apply", "the parameter did not move; its state did")
     if stages.active is not None and np.any(np.where(stages.active, 0.0, found)):
         return finding("idle experts", "an expert without a gradient moved")
-    decay_part = lr * decay * np.linalg.norm(p)
-    factor = _multiple(found, expected)
-    if factor is not None and decay_part > 10 * PARALLEL * np.linalg.norm(expected):
+    gap = float(np.linalg.norm(found - expected))
+    factor = _multiple(found, expected, gap)
+    if factor is not None and lr * decay * np.linalg.norm(p) * abs(factor - 1) > EXPLAINED * gap:
         return finding("learning rate", f"the whole update is {factor:.6g} times what it should be")
-    factor = _multiple(found - expected, p)
+    factor = _multiple(found - expected, p, gap)
     if factor is not None:
         return finding("decay", f"p is scaled by {1 - lr * decay + factor:.6g} instead of {1 - lr * decay:.6g}")
     step_found, step = found + lr * decay * p, -stages.scaled_lr * stages.unscaled
-    factor = _multiple(step_found, step)
+    factor = _multiple(step_found, step, gap)
     if factor is not None:
-        if decay and abs(factor - (1 - lr * decay)) < 1e-2 * lr * decay:
+        if decay and abs(factor - (1 - lr * decay)) < EXPLAINED * lr * decay:
             return finding("decay", "it was applied after the step instead of before")
         return finding("scale", f"the step is {factor:.6g} times what it should be")
     if stages.direction is None:
         return finding("denominator", "both moments are right, their quotient is not")
-    return finding(*_matrix_stage(-step_found / stages.scaled_lr, stages.unscaled, stages.direction))
+    return finding(*_matrix_stage(-step_found / stages.scaled_lr, stages.unscaled, stages.direction, ns_steps))
 
 
-def _matrix_stage(found: np.ndarray, expected: np.ndarray, direction: np.ndarray) -> tuple[str, str]:
+def _matrix_stage(found: np.ndarray, expected: np.ndarray, direction: np.ndarray, ns_steps: int) -> tuple[str, str]:
     shape = (-1, *direction.shape[-2:])
     slices = list(zip(found.reshape(shape), expected.reshape(shape), direction.reshape(shape), strict=True))
     X, Y, G = max(slices, key=lambda triple: relative_error(triple[0], triple[1]))
-    if X.shape[0] == X.shape[1] and relative_error(X.T, Y) < PARALLEL:
+    gap = float(np.linalg.norm(X - Y))
+    if X.shape[0] == X.shape[1] and np.linalg.norm(X.T - Y) < EXPLAINED * gap:
         return "newton-schulz", "the orthogonalized matrix is transposed"
     U, s, Vt = np.linalg.svd(G, full_matrices=False)
     kept = s > 1e-6 * s[0]
     core = np.diag(U[:, kept].T @ X @ Vt[kept].T)
-    rotated = np.sqrt(max(0.0, 1 - (core @ core) / (X * X).sum()))
-    if rotated < PARALLEL:
+    outside = float(np.linalg.norm(X - (U[:, kept] * core) @ Vt[kept]))
+    if outside < EXPLAINED * gap:
+        factor = _input_scale(X, Y, G, ns_steps, gap)
+        if factor is not None:
+            return "nesterov", f"{factor:.4g} times the right matrix was orthogonalized; only the norm's eps shows it"
         return "newton-schulz", f"singular values {np.round(core, 4)[:4]} where the input's singular vectors are right"
-    return "nesterov", f"another matrix was orthogonalized: {rotated:.2g} of the result lies off its singular vectors"
+    return "nesterov", f"another matrix was orthogonalized: {outside:.2g} of the result lies off its singular vectors"
 
 
-def _multiple(x: np.ndarray, y: np.ndarray) -> float | None:
-    """c with x = c y, or None if x and y are not parallel."""
+def _input_scale(X: np.ndarray, Y: np.ndarray, G: np.ndarray, ns_steps: int, gap: float) -> float | None:
+    """c for which X is the orthogonalized c G, where Y is that of G; None if it is not.
+
+    Scaling the input changes ||G|| / (||G|| + eps) a little, so X - Y is a small multiple of how Y answers to that.
+    """
+    norm, h = float(np.linalg.norm(G)), 1e-6
+    response = (reference.newton_schulz(G, ns_steps, eps=(norm + NORM_EPS) / (1 + h) - norm) - Y) / h
+    shift = _multiple(X - Y, response, gap)
+    if shift is None or shift * norm >= NORM_EPS:
+        return None
+    return 1 / (1 - shift * (norm + NORM_EPS) / NORM_EPS)
+
+
+def _multiple(x: np.ndarray, y: np.ndarray, gap: float) -> float | None:
+    """c such that x - c y leaves little of the difference that is to be explained; None if there is no such c."""
     norm = float((y * y).sum())
-    if norm == 0.0 or not x.any():
+    if norm == 0.0:
         return None
     c = float((x * y).sum()) / norm
-    return c if relative_error(c * y, x) < PARALLEL else None
+    return c if np.linalg.norm(x - c * y) < EXPLAINED * gap else None

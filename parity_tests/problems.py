@@ -43,7 +43,7 @@ class Problem:
 
     Attributes:
         modules: (dotted name, kind, *args), see parameters_of.
-        gradients: {substring of a name: "gaussian" | "rank1" | "tiny" | "growing"}, first match; gaussian otherwise.
+        gradients: {substring of a name: kind}, kinds see _gradient; the first match, else gaussian.
         none_at: {name: steps (0-based) at which its gradient is None}.
         zero_at: {name: steps at which its gradient is zero}.
         idle_experts: {name: {step: experts whose slice is zero}}.
@@ -96,6 +96,8 @@ def _gradient(rng: np.random.Generator, kind: str, shape: tuple[int, ...], t: in
             return rng.normal(0, 0.3, (*shape[:-1], 1)) * rng.normal(0, 0.3, (*shape[:-2], 1, shape[-1]))
         case "tiny":
             return rng.normal(0, 1e-9, shape)
+        case "large":
+            return rng.normal(0, 1e3, shape)
         case "growing":
             return rng.normal(0, 0.01 * 1.1**t, shape)
     raise ValueError(f"unknown gradient kind {kind!r}")

@@ -133,7 +133,7 @@ def test_trajectory(case_id, variant, side, backends):
             else:
                 np.testing.assert_allclose(value, expected, rtol=0, atol=tolerance, err_msg=f"{name} {step}")
     check_learning_rates(golden, arrays["lr"], records, tolerance)
-    if not (low_precision or variant == "native" and orthogonalized):
+    if not (low_precision or (variant == "native" and orthogonalized)):
         check_state(golden, arrays, records[-1], layout, tolerance)
 
 
