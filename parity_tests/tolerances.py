@@ -72,6 +72,11 @@ LR_FLOAT64 = Tolerance("lr-float64", 1e-12, "relative to the peak; one formula i
 LR_FLOAT32 = Tolerance(
     "lr-float32", 2e-7, "relative to the peak: 1 + cos cancels near the end, so relative to the value means nothing"
 )
+TRAINING_FLOAT64 = Tolerance(
+    "training-float64",
+    1e-9,
+    "relative, all parameters after 200 steps of a real model; rounding alone gives about 1e-14",
+)
 EXACT = Tolerance("exact", 0.0, "step counts are integers")
 
 FLOOR_ULPS = 4  # an update taken by subtraction carries the rounding of both ends

@@ -15,7 +15,7 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jax_impl import build_lr_schedule, build_optimizer, learning_rates
+from jax_impl import build_lr_schedule, build_optimizer, describe, learning_rates
 
 NORM_EPSILON = 1e-5
 TORCH_LEAF = {"kernel": "weight", "scale": "weight", "embedding": "weight", "bias": "bias"}
@@ -141,7 +141,7 @@ def train(job: dict[str, Any]) -> dict[str, np.ndarray]:
 
     Returns:
         "losses" [steps], "learning_rates" [steps, groups], "seconds" [steps], "snapshot_steps" [S] and
-        "snapshot/<name>" [S, ...] in float64, and the name of the "device".
+        "snapshot/<name>" [S, ...] in float64, the name of the "device", and the "routing" table.
     """
     jax.config.update("jax_enable_x64", job["dtype"] == "float64")
     jax.config.update("jax_default_matmul_precision", "highest")
@@ -150,9 +150,8 @@ def train(job: dict[str, Any]) -> dict[str, np.ndarray]:
         batches = inputs["batches"]
     model = build_model(job["shape"], weights, jnp.dtype(job["dtype"]))
     lr_schedule = build_lr_schedule(job["schedule_type"], **job["schedule_kwargs"])
-    tx = build_optimizer(
-        nnx.state(model, nnx.Param), job["optimizer_type"], lr_schedule=lr_schedule, **job["optimizer_kwargs"]
-    )
+    params, optimizer_type, kwargs = nnx.state(model, nnx.Param), job["optimizer_type"], job["optimizer_kwargs"]
+    tx = build_optimizer(params, optimizer_type, lr_schedule=lr_schedule, **kwargs)
     optimizer = nnx.Optimizer(model, tx, wrt=nnx.Param)
 
     losses, rates, seconds, snapshot_steps, snapshots = [], [], [], [0], [torch_layout(model)]
@@ -176,6 +175,7 @@ def train(job: dict[str, Any]) -> dict[str, np.ndarray]:
         "seconds": np.asarray(seconds),
         "snapshot_steps": np.asarray(snapshot_steps),
         "device": np.asarray(jax.devices()[0].device_kind),
+        "routing": np.asarray(describe(params, optimizer_type, **kwargs)),
         **{f"snapshot/{name}": np.stack([values[name] for values in snapshots]) for name in weights},
     }
 

@@ -88,7 +88,7 @@ def train(job: dict[str, Any]) -> dict[str, np.ndarray]:
 
     Returns:
         "losses" [steps], "learning_rates" [steps, groups], "seconds" [steps], "snapshot_steps" [S],
-        "snapshot/<name>" [S, ...] and "momentum/<name>" in float64, and the name of the "device".
+        "snapshot/<name>" [S, ...] and "momentum/<name>" in float64, the name of the "device", the "routing" table.
     """
     device, dtype = torch.device(job["device"]), getattr(torch, job["dtype"])
     torch.set_num_threads(1)
@@ -131,6 +131,7 @@ def train(job: dict[str, Any]) -> dict[str, np.ndarray]:
         "seconds": np.asarray(seconds),
         "snapshot_steps": np.asarray(snapshot_steps),
         "device": np.asarray(torch.cuda.get_device_name(device) if device.type == "cuda" else device.type),
+        "routing": np.asarray(str(optimizer.describe())),
         **{f"snapshot/{name}": np.stack(values) for name, values in snapshots.items()},
         **{f"momentum/{name}": _float64(value) for name, value in momentum.items() if value is not None},
     }

@@ -1,0 +1,178 @@
+"""``python -m parity_tests``: the table, the schedules and one real training on both sides; a verdict and a report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import sys
+import time
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from parity_tests.cases import CASES, SCHEDULE_CASES
+from parity_tests.processes import ENVIRONMENT
+
+QUICK_STEPS, QUICK_TRAINING_STEPS, TRAINING_STEPS = 20, 30, 200
+EPILOG = "Exit status: 0 all equal, 1 a mismatch, 2 bad arguments."
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m parity_tests", description=__doc__, epilog=EPILOG)
+    parser.add_argument("--quick", action="store_true", help="fewer rows and steps: under a minute")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where both frameworks run")
+    parser.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), help="one precision tier only")
+    parser.add_argument("--steps", type=int, help="at most this many steps for cases, exactly this many for training")
+    parser.add_argument("--out", type=Path, default=Path("report"), metavar="DIR", help="folder of index.html")
+    parser.add_argument(
+        "-k",
+        dest="expression",
+        default="",
+        metavar="EXPR",
+        help="only rows whose id matches, such as 'muon and not gaps or wsd'",
+    )
+    options = parser.parse_args(arguments)
+    if options.steps is not None and options.steps < 1:
+        parser.error(f"--steps must be at least 1, got {options.steps}")
+    try:
+        options.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        parser.error(f"--out {options.out} is no folder that can be written: {error.strerror}")
+    if not os.access(options.out, os.W_OK):
+        parser.error(f"--out {options.out} cannot be written")
+    return options
+
+
+def matches(expression: str, name: str) -> bool:
+    """Terms are substrings of ``name``; "not" binds tighter than "and", "and" tighter than "or"."""
+
+    def holds(term: str) -> bool:
+        words = term.split()
+        negated = len(words) > 1 and words[0] == "not"
+        return (" ".join(words[negated:]) in name) != negated
+
+    return any(all(map(holds, group.split(" and "))) for group in expression.split(" or "))
+
+
+def check_device(device: str) -> str | None:
+    """Why ``device`` cannot be used, or None."""
+    if device == "cpu":
+        return None
+    import jax
+    import torch
+
+    if not torch.cuda.is_available():
+        return "torch sees no CUDA device"
+    try:
+        jax.devices("gpu")
+    except RuntimeError as error:
+        return f"JAX sees no GPU: {error}"
+    return None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run what the arguments ask for and return the exit status."""
+    options = parse_arguments(arguments)
+    started = time.perf_counter()
+    os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
+    if options.device == "cpu":
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+    from parity_tests.report import Summary, format_table, write_report
+    from parity_tests.schedule_parity import compare_schedule
+    from parity_tests.tolerances import TIERS
+    from parity_tests.training import DTYPES, run_pair, runs
+    from parity_tests.trajectory import run_case
+
+    tiers = [tier for tier in TIERS.values() if options.dtype in (None, tier.name)]
+    cases = [
+        (case, tier, mode)
+        for case in CASES
+        if matches(options.expression, case.id) and (case.quick or not options.quick)
+        for tier in tiers
+        for mode in (tier.modes[:1] if options.quick else tier.modes)
+    ]
+    schedules = [case for case in SCHEDULE_CASES if matches(options.expression, case.id)]
+    training_steps = options.steps or (QUICK_TRAINING_STEPS if options.quick else TRAINING_STEPS)
+    trainings = [
+        (run, dtype)
+        for run in runs(training_steps)
+        for dtype in DTYPES
+        if options.dtype in (None, dtype) and matches(options.expression, f"training {run.name}")
+    ]
+    if not (cases or schedules or trainings):
+        print(f"nothing matches -k {options.expression!r} --dtype {options.dtype}", file=sys.stderr)
+        return 2
+    problem = check_device(options.device)
+    if problem is not None:
+        print(f"--device {options.device}: {problem}", file=sys.stderr)
+        return 2
+
+    from parity_tests.backends.base import Backend
+    from parity_tests.backends.jax_backend import JaxBackend
+    from parity_tests.backends.torch_backend import TorchBackend
+
+    backends: dict[str, Backend] = {"torch": TorchBackend(options.device), "jax": JaxBackend(options.device)}
+    total, done = len(cases) + len(schedules) + len(trainings), 0
+
+    def announce(name: str, passed: bool, seconds: float) -> None:
+        nonlocal done
+        done += 1
+        print(f"[{done:3d}/{total}] {'ok  ' if passed else 'FAIL'} {name} ({seconds:.1f} s)", flush=True)
+
+    case_results = []
+    steps = options.steps or (QUICK_STEPS if options.quick else None)
+    for case, tier, mode in cases:
+        result = run_case(case, tier, mode, backends, steps)
+        case_results.append(result)
+        announce(f"{case.id} {tier.name} {mode}", result.passed, result.seconds)
+    schedule_results = []
+    for schedule_case in schedules:
+        since = time.perf_counter()
+        schedule_results.append(compare_schedule(schedule_case))
+        announce(f"schedule {schedule_case.id}", schedule_results[-1].passed, time.perf_counter() - since)
+    training_results = []
+    for run, dtype in trainings:
+        print(f"          training {run.name} {dtype}: {training_steps} steps in both frameworks ...", flush=True)
+        training = run_pair(run, dtype, training_steps, options.device)
+        training_results.append(training)
+        announce(f"training {run.name} {dtype}", training.passed, training.wall_seconds)
+
+    summary = Summary(
+        title="samestep parity",
+        command=" ".join(("python -m parity_tests", *(sys.argv[1:] if arguments is None else arguments))),
+        environment=environment(options.device),
+        cases=case_results,
+        schedules=schedule_results,
+        trainings=training_results,
+        routing=training_results[0].routing if training_results else {},
+        seconds=time.perf_counter() - started,
+    )
+    print(format_table(summary))
+    path = options.out / "index.html"
+    write_report(path, summary)
+    print(f"report: {path}")
+    return 0 if summary.passed else 1
+
+
+def environment(device: str) -> dict[str, str]:
+    """Versions and hardware that the numbers depend on."""
+    import torch
+
+    names = ("samestep", "torch", "jax", "jaxlib", "optax", "flax", "numpy")
+    hardware = (
+        torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} {platform.processor()}".strip()
+    )
+    return {name: version(name) for name in names} | {
+        "python": platform.python_version(),
+        "device": f"{device}, {hardware}",
+    }
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        print("interrupted; no report was written", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,439 @@
+"""What a parity run found: a table for the terminal, and one HTML page that needs no network and no script."""
+
+from __future__ import annotations
+
+import base64
+import io
+import os
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import jinja2
+import matplotlib as mpl
+import numpy as np
+from matplotlib.figure import Figure
+
+from parity_tests.cases import Case
+from parity_tests.schedule_parity import ScheduleResult
+from parity_tests.tolerances import BFLOAT16_BLOCK, FLOAT32, FLOAT64, TIERS, TRAINING_FLOAT64
+from parity_tests.training import TrainingResult
+from parity_tests.trajectory import PAIRS, QUANTITIES, CaseResult
+
+COLUMNS = tuple((tier.name, mode) for tier in TIERS.values() for mode in tier.modes)
+BASE = {"float64": FLOAT64, "float32": FLOAT32, "bfloat16": BFLOAT16_BLOCK}
+ORTHOGONALIZED_IN = ("float64", "float32", "bfloat16")
+ZERO = {"float64": 1e-18, "float32": 1e-11, "bfloat16": 1e-11}  # where a log axis shows a zero
+CEILING = 1e3  # and an infinite error
+
+# Okabe-Ito; line style and marker carry the same distinction in black and white
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+TORCH = {"color": COLOURS[0], "linestyle": "-", "linewidth": 1.3}
+JAX = {"color": COLOURS[1], "linestyle": "none", "marker": "o", "markersize": 5, "markerfacecolor": "none"}
+JAX32 = {"color": COLOURS[2], "linestyle": "none", "marker": "x", "markersize": 4}
+REFERENCE = {"color": "0.8", "linewidth": 6.0, "solid_capstyle": "butt"}
+LIMIT = {"color": "black", "linestyle": (0, (6, 3)), "linewidth": 1.0}
+PAIR_STYLES = dict(zip(PAIRS, zip(COLOURS, ("-", (0, (4, 1.5)), (0, (1, 1.2)))), strict=False))
+RC = {
+    "svg.hashsalt": "parity",
+    "font.size": 9.0,
+    "axes.titlesize": 10.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "0.92",
+    "legend.frameon": False,
+    "figure.constrained_layout.h_pad": 0.08,
+}
+
+
+@dataclass(frozen=True)
+class Summary:
+    """All results of one run; any list may be empty."""
+
+    title: str
+    command: str
+    """That was run."""
+    environment: dict[str, str]
+    """{what: version, device, ...}."""
+    cases: list[CaseResult]
+    schedules: list[ScheduleResult]
+    trainings: list[TrainingResult]
+    routing: dict[str, str]
+    """{"torch": printed table, "jax": printed table}."""
+    seconds: float
+
+    @property
+    def compared(self) -> int:
+        return len(self.cases) + len(self.schedules) + len(self.trainings)
+
+    @property
+    def failures(self) -> list[str]:
+        """One message for each comparison that failed."""
+        messages = [str(result.divergence) for result in self.cases if not result.passed]
+        messages += [result.failure() for result in self.schedules if not result.passed]
+        return messages + [_training_failure(t) for t in self.trainings if not t.passed]
+
+    @property
+    def passed(self) -> bool:
+        """Something was compared and all of it agrees."""
+        return self.compared > 0 and not self.failures
+
+    @property
+    def verdict(self) -> str:
+        if not self.compared:
+            return "Nothing was compared"
+        count = len(self.failures)
+        return f"{count} mismatch{'es' if count > 1 else ''}" if count else "All equal"
+
+    @property
+    def extent(self) -> str:
+        """What was compared, and for how long, in one line."""
+        return (
+            f"{len(self.cases)} runs of {len(_by_case(self.cases))} cases, {len(self.schedules)} schedules, "
+            f"{len(self.trainings)} trainings in {self.seconds:.0f} s"
+        )
+
+
+class Place(NamedTuple):
+    """Where one quantity of a run comes nearest to its tolerance; ``step`` is 1-based."""
+
+    quantity: str
+    pair: tuple[str, str]
+    step: int
+    error: float
+    tolerance: float
+    ratio: float
+
+
+class Picture(NamedTuple):
+    """A figure as the source of an <img>, and what it shows in words."""
+
+    src: str
+    alt: str
+
+
+def write_report(path: Path, summary: Summary) -> None:
+    """Write the page, whole or not at all; folders are made as needed."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters["number"] = _number
+    trainings = [(t, _training_verdict(t)) for t in summary.trainings]
+    with mpl.rc_context(RC):
+        page = environment.get_template("report.html.j2").render(
+            summary=summary,
+            columns=[column for column in COLUMNS if any((r.tier, r.mode) == column for r in summary.cases)],
+            cases=_by_case(summary.cases),
+            places=lambda result: [_nearest(result, quantity) for quantity in QUANTITIES],
+            growth=_growth_picture(summary.cases),
+            zero=ZERO,
+            schedules=[_schedule_picture(result) for result in summary.schedules],
+            rates=_rates_picture(summary.cases),
+            trainings=trainings,
+            training_pictures=[_training_picture(t) for t in summary.trainings],
+            training_tolerance=TRAINING_FLOAT64,
+            singular_values=_singular_value_picture(summary.trainings),
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_text(page, encoding="utf-8")
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def format_table(summary: Summary) -> str:
+    """The results in at most 110 columns of ASCII, and the message of every failure below them."""
+    blocks = []
+    if summary.cases:
+        rows = [["case: update error", *map(" ".join, COLUMNS), "of tolerance", ""]]
+        for case, results in _by_case(summary.cases):
+            cells = []
+            for result in (results.get(column) for column in COLUMNS):
+                text = "-" if result is None else _number(_nearest(result, "update").error)
+                cells.append(text if result is None or result.passed else f"{text} FAIL")
+            worst = max((_nearest(r, q) for r in results.values() for q in QUANTITIES), key=lambda place: place.ratio)
+            used = f"{worst.ratio:.2g} {_pair(worst.pair)}" if worst.ratio else "0"
+            rows.append([case.id, *cells, used, "ok" if all(r.passed for r in results.values()) else "FAIL"])
+        blocks.append(_aligned(rows))
+    if summary.schedules:
+        rows = [["schedule: error / peak", "torch", "jax", "jax32", ""]]
+        for schedule in summary.schedules:
+            errors = (_number(schedule.errors[side]) if side in schedule.errors else "-" for side in rows[0][1:4])
+            rows.append([schedule.case.id, *errors, "ok" if schedule.passed else "FAIL"])
+        blocks.append(_aligned(rows))
+    if summary.trainings:
+        rows = [["training", "dtype", "loss torch", "loss jax", "difference", "distance", ""]]
+        for t in summary.trainings:
+            losses = [f"{t.losses[side][-1]:.6f}" for side in ("torch", "jax")]
+            distances = _number(t.loss_difference[-1]), _number(t.final_distance)
+            rows.append([t.run.name, t.dtype, *losses, *distances, _training_verdict(t)])
+        blocks.append(_aligned(rows))
+    blocks.append(f"{summary.verdict.upper()}: {summary.extent}")
+    return "\n\n".join(blocks + summary.failures)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _number(x: float) -> str:
+    return f"{x:.1e}" if x else "0"
+
+
+def _pair(pair: tuple[str, str]) -> str:
+    return "/".join(pair).replace("reference", "ref")
+
+
+def _by_case(results: Iterable[CaseResult]) -> list[tuple[Case, dict[tuple[str, str], CaseResult]]]:
+    grouped: dict[str, tuple[Case, dict[tuple[str, str], CaseResult]]] = {}
+    for result in results:
+        grouped.setdefault(result.case.id, (result.case, {}))[1][result.tier, result.mode] = result
+    return list(grouped.values())
+
+
+def _nearest(result: CaseResult, quantity: str) -> Place:
+    places = [Place(quantity, PAIRS[0], 0, 0.0, 0.0, 0.0)]
+    for (pair, key), errors in result.errors.items():
+        if key == quantity and errors.size:
+            tolerances = result.tolerances[pair, key]
+            with np.errstate(over="ignore"):
+                ratios = np.nan_to_num(errors / np.maximum(tolerances, 1e-300), nan=np.inf, posinf=np.inf)
+            k = int(ratios.argmax())
+            places.append(Place(quantity, pair, k + 1, float(errors[k]), float(tolerances[k]), float(ratios[k])))
+    return max(places, key=lambda place: (place.ratio, place.step))
+
+
+def _training_verdict(t: TrainingResult) -> str:
+    if not t.passed:
+        return "FAIL"
+    return "ok" if t.dtype == "float64" else "info"
+
+
+def _training_failure(t: TrainingResult) -> str:
+    limit, reason = np.inf, "float32 may drift, but stays finite"
+    if t.dtype == "float64":
+        limit, reason = TRAINING_FLOAT64.value, f"{TRAINING_FLOAT64.name}: {TRAINING_FLOAT64.reason}"
+    first = int(np.argmin(np.isfinite(t.total_distance) & (t.total_distance <= limit)))
+    worst = int(np.argmax(t.tensor_distances[first]))
+    steps = t.snapshot_steps
+    return (
+        f"training {t.run.name} ({t.dtype}): torch and jax part\n"
+        f"  first at     snapshot after {steps[first]} of {steps[-1]} steps, tensor {t.names[worst]}: distance "
+        f"{t.tensor_distances[first, worst]:.3g}\n"
+        f"  error        {t.final_distance:.3g} at the end, allowed {limit:.3g}\n"
+        f"  tolerance    {reason}\n"
+        f"  run it alone python -m parity_tests -k 'training {t.run.name}' --dtype {t.dtype} --steps {steps[-1]}"
+    )
+
+
+def _encode(figure: Figure, alt: str) -> Picture:
+    stream = io.StringIO()
+    figure.savefig(stream, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+    # half of the file would be digits of coordinates that no eye resolves
+    svg = re.sub(r'(?<= [dxy]=")[^"]+', lambda match: re.sub(r"(\.\d\d)\d+", r"\1", match[0]), stream.getvalue())
+    # an <img> keeps the ids of one SVG apart from those of the next
+    return Picture("data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode("ascii"), alt)
+
+
+def _clip(errors: np.ndarray, zero: float) -> np.ndarray:
+    return np.clip(np.nan_to_num(errors, nan=np.inf, posinf=np.inf), zero, CEILING)
+
+
+def _growth_picture(cases: list[CaseResult]) -> Picture | None:
+    """Update errors of every case and pair, step by step, with their tolerances."""
+    columns = [column for column in COLUMNS if any((r.tier, r.mode) == column for r in cases)]
+    if not columns:
+        return None
+    height = (len(columns) + 1) // 2
+    figure = Figure(figsize=(11, 3.7 * height + 0.6), layout="constrained")
+    axes = figure.subplots(height, 2, squeeze=False).ravel()
+    for ax, column in zip(axes, columns, strict=False):
+        _draw_growth(ax, [r for r in cases if (r.tier, r.mode) == column], *column)
+    for ax in axes[len(columns) :]:
+        ax.set_axis_off()
+    entries: dict[str, object] = {}
+    for ax in axes[: len(columns)]:
+        entries |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=3)
+    return _encode(figure, "Error of the update per step, for each tier, with its tolerance")
+
+
+def _draw_growth(ax: mpl.axes.Axes, results: list[CaseResult], tier: str, mode: str) -> None:
+    longest = max(len(errors) for r in results for errors in r.errors.values())
+    steps = np.arange(1, longest + 1)
+
+    def padded(values: Mapping[tuple[tuple[str, str], str], np.ndarray], pair: tuple[str, str]) -> np.ndarray:
+        row = values.get((pair, "update"), np.empty(0))
+        return np.pad(row, (0, longest - len(row)), constant_values=np.nan)
+
+    tolerances = []
+    for pair, (colour, style) in PAIR_STYLES.items():
+        errors = np.stack([padded(r.errors, pair) for r in results])
+        allowed = np.stack([padded(r.tolerances, pair) for r in results])
+        failed = ~(errors <= allowed) & ~np.isnan(allowed)
+        # where the update is as small as its rounding, or zero, a relative error says nothing
+        shown = np.where(np.isnan(allowed) | ((allowed > 1) & ~failed), np.nan, _clip(errors, ZERO[tier]))
+        tolerances.append(np.where((allowed > 0) & (allowed <= 1), allowed, np.nan))
+        name = " and ".join(pair)
+        ax.plot(steps, shown.T, color=colour, linestyle=style, linewidth=0.6, alpha=0.35)
+        median = np.ma.median(np.ma.masked_invalid(shown), axis=0).filled(np.nan)
+        ax.plot(steps, median, color=colour, linestyle=style, linewidth=2.2, label=f"{name}: median of the cases")
+        if failed.any():
+            rows, at = np.nonzero(failed)
+            ax.plot(
+                steps[at], shown[rows, at], color="black", linestyle="none", marker="x", label="above its tolerance"
+            )
+    band = np.ma.masked_invalid(np.concatenate(tolerances))
+    ax.fill_between(
+        steps,
+        band.min(axis=0).filled(np.nan),
+        band.max(axis=0).filled(np.nan),
+        color="0.88",
+        linewidth=0,
+        label="tolerances of the single tensors, lowest to highest",
+    )
+    ax.axhline(BASE[tier].value, **LIMIT, label="base tolerance of the tier")
+    ax.set_yscale("log")
+    ax.set(title=f"{tier}, {mode}-running: {len(results)} cases", xlabel="step (1 = first update)")
+    ax.set_ylabel("relative error of the update")
+
+
+def _schedule_picture(result: ScheduleResult) -> Picture:
+    """Multipliers of all sides on top of each other, and their distance from the reference below."""
+    figure = Figure(figsize=(5.4, 4.2), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    x, expected = result.steps, result.values["reference"]
+    sparse = max(1, len(x) // 14)
+    top.plot(x, expected, **REFERENCE, label="reference")
+    top.plot(x, result.values["torch"], **TORCH, label="torch")
+    top.plot(x, result.values["jax"], **JAX, markevery=sparse, label="jax (every " + f"{sparse}th point)")
+    top.set(title=f"{result.case.id} ({result.case.lr_scheduler_type})", ylabel="multiplier of the lr")
+    top.legend(loc="best", fontsize=8)
+    peak = float(np.abs(expected).max()) or 1.0
+    for side, style in (("torch", {**TORCH, "linewidth": 1.0}), ("jax", JAX), ("jax32", JAX32)):
+        label = {"jax32": "jax in float32"}.get(side, side)
+        bottom.plot(x, _clip(np.abs(result.values[side] - expected) / peak, 1e-18), **style, label=label)
+    for side in ("jax", "jax32"):
+        bottom.axhline(result.tolerance(side).value, **LIMIT)
+    bottom.set_yscale("log")
+    bottom.set(xlabel="step (updates done)", ylabel="|side - reference|\n/ peak")
+    return _encode(figure, f"Schedule {result.case.id} on all sides, and the differences from the reference")
+
+
+def _draw_rates(ax: mpl.axes.Axes, rates: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+    """{side: {name: lr per step}} with one line for all names that share it."""
+    shared: dict[bytes, list[str]] = {}
+    for name, values in rates["torch"].items():
+        shared.setdefault(values.tobytes(), []).append(name)
+    for i, names in enumerate(shared.values()):
+        torch, jax = (rates[side][names[0]] for side in ("torch", "jax"))
+        steps = np.arange(1, len(torch) + 1)
+        label = textwrap.shorten(", ".join(names), 60, placeholder=" ...")
+        style = {"color": COLOURS[i % len(COLOURS)]}
+        ax.plot(steps, torch, **{**TORCH, **style}, label=label)
+        ax.plot(steps, jax, **{**JAX, **style}, markevery=max(1, len(steps) // 20))
+    ax.set(xlabel="step (1 = first update)", ylabel="learning rate")
+    ax.legend(loc="best", fontsize=8, title="line: torch, circles: jax")
+
+
+def _rates_picture(cases: list[CaseResult]) -> Picture | None:
+    """Learning rates of the case with most groups, longest run first."""
+
+    def variety(result: CaseResult) -> tuple[int, int]:
+        values = list(result.learning_rates["torch"].values())
+        return len({v.tobytes() for v in values}), sum(map(len, values))
+
+    both = [r for r in cases if r.learning_rates.keys() >= {"torch", "jax"} and r.tier == "float64"]
+    if not both:
+        return None
+    result = max(both, key=variety)
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    ax = figure.subplots()
+    _draw_rates(ax, result.learning_rates)
+    ax.set_title(f"case {result.case.id}, {result.tier}: learning rate of every group in both frameworks")
+    return _encode(figure, f"Learning rates of case {result.case.id} in torch and in jax")
+
+
+def _training_picture(t: TrainingResult) -> Picture:
+    """Loss, its difference, the distance of the parameters and the learning rates of one training."""
+    figure = Figure(figsize=(11, 6), layout="constrained")
+    (loss, distance), (difference, rates) = figure.subplots(2, 2, height_ratios=(3, 2))
+    zero = ZERO[t.dtype]
+    steps = np.arange(1, len(t.loss_difference) + 1)
+    loss.plot(steps, t.losses["torch"], **TORCH, label="torch")
+    loss.plot(steps, t.losses["jax"], **JAX, markevery=max(1, len(steps) // 25), label="jax")
+    loss.set(title="loss of both frameworks", xlabel="step (1 = first update)", ylabel="nats per token")
+    loss.legend()
+    difference.plot(steps, _clip(t.loss_difference, zero), color="black", linewidth=0.9)
+    difference.set_yscale("log")
+    difference.set(title="difference of the losses", xlabel="step (1 = first update)")
+    difference.set_ylabel("|torch - jax|\nnats per token")
+    distance.plot(t.snapshot_steps, _clip(t.total_distance, zero), color=COLOURS[0], marker="o", label="all parameters")
+    style = {"color": COLOURS[1], "linestyle": "--", "marker": "s", "markerfacecolor": "none"}
+    distance.plot(t.snapshot_steps, _clip(t.worst_distance, zero), **style, label="worst tensor")
+    if t.dtype == "float64":
+        distance.axhline(TRAINING_FLOAT64.value, **LIMIT, label=f"allowed at the end: {TRAINING_FLOAT64.value:.0e}")
+    distance.set_yscale("log")
+    distance.set(title="distance of the parameters", xlabel="updates done", ylabel="||torch - jax|| / ||larger||")
+    distance.legend()
+    groups = {side: {f"group {i}": lr for i, lr in enumerate(values.T)} for side, values in t.learning_rates.items()}
+    _draw_rates(rates, groups)
+    rates.set_title("learning rate of every group")
+    figure.suptitle(f"{t.run.name} in {t.dtype}", fontweight="bold")
+    return _encode(figure, f"Training {t.run.name} in {t.dtype}: loss, difference, distance, learning rates")
+
+
+def _orthogonalized(G: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
+    """{side: Newton-Schulz of G (out, in) in ``dtype``}, float64; JAX is left out where it cannot hold ``dtype``."""
+    import jax.numpy as jnp
+    import torch
+
+    import jax_impl
+    import torch_impl
+
+    found = {"torch": torch_impl.newton_schulz(torch.tensor(G), ns_dtype=dtype).double().numpy()}
+    if dtype != "float64" or jnp.result_type(float) == jnp.float64:
+        found["jax"] = np.asarray(jax_impl.newton_schulz(jnp.asarray(G), ns_dtype=dtype), np.float64)
+    return found
+
+
+def _singular_value_picture(trainings: list[TrainingResult]) -> Picture | None:
+    """Singular values of trained momentum before and after Newton-Schulz, for each matrix and dtype."""
+    from torch_impl import NS_COEFFICIENTS
+
+    run = next((t for t in sorted(trainings, key=lambda t: t.dtype != "float64") if t.momentum), None)
+    if run is None:
+        return None
+    jordan = NS_COEFFICIENTS["jordan"]
+    figure = Figure(figsize=(11, 3.2 * len(run.momentum) + 0.5), layout="constrained")
+    grid = figure.subplots(len(run.momentum), len(ORTHOGONALIZED_IN), squeeze=False, sharey=True)
+    for row, (name, G) in zip(grid, run.momentum.items(), strict=True):
+        before = np.linalg.svd(G, compute_uv=False) / max(float(np.linalg.norm(G)), 1e-300)
+        index = np.arange(1, len(before) + 1)
+        for ax, dtype in zip(row, ORTHOGONALIZED_IN, strict=True):
+            low, high = jordan.band
+            ax.axhspan(low, high, color="0.88", linewidth=0, label=f"band after five steps: {low} to {high}")
+            label = f"below {jordan.domain[0]:g} before: band not promised"
+            ax.axhline(jordan.domain[0], color="black", linestyle=":", linewidth=1, label=label)
+            ax.plot(index, before, color="0.45", linestyle="--", linewidth=1.2, label="before, s / ||G||")
+            for side, X in _orthogonalized(G, dtype).items():
+                s = np.linalg.svd(X, compute_uv=False)
+                style = TORCH if side == "torch" else {**JAX, "markevery": max(1, len(s) // 16)}
+                ax.plot(index, s, **style, label=f"after, {side}")
+            ax.set_yscale("log")
+            ax.set(title=f"{name} {G.shape[0]}x{G.shape[1]}\n{dtype}", xlabel="index of the singular value")
+        row[0].set_ylabel("singular value")
+    handles, labels = grid[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels))
+    return _encode(figure, "Singular values of the momentum before and after Newton-Schulz in both frameworks")
