@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two thread pools in one process fight
+os.environ.setdefault("JAX_ENABLE_X64", "1")
 
 import pytest
 
