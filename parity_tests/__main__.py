@@ -160,7 +160,7 @@ def environment(device: str) -> dict[str, str]:
     """Versions and hardware that the numbers depend on."""
     import torch
 
-    names = ("samestep", "torch", "jax", "jaxlib", "optax", "flax", "numpy")
+    names = ("torch", "jax", "jaxlib", "optax", "flax", "numpy")
     hardware = (
         torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} {platform.processor()}".strip()
     )

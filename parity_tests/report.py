@@ -10,11 +10,12 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jinja2
 import matplotlib as mpl
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from parity_tests.cases import Case
@@ -31,14 +32,25 @@ CEILING = 1e3  # and an infinite error
 
 # Okabe-Ito; line style and marker carry the same distinction in black and white
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-TORCH = {"color": COLOURS[0], "linestyle": "-", "linewidth": 1.3}
-JAX = {"color": COLOURS[1], "linestyle": "none", "marker": "o", "markersize": 5, "markerfacecolor": "none"}
-JAX32 = {"color": COLOURS[2], "linestyle": "none", "marker": "x", "markersize": 4}
-REFERENCE = {"color": "0.8", "linewidth": 6.0, "solid_capstyle": "butt"}
-LIMIT = {"color": "black", "linestyle": (0, (6, 3)), "linewidth": 1.0}
-PAIR_STYLES = dict(zip(PAIRS, zip(COLOURS, ("-", (0, (4, 1.5)), (0, (1, 1.2)))), strict=False))
+TORCH: dict[str, Any] = {"color": COLOURS[0], "linestyle": "-", "linewidth": 1.3}
+JAX: dict[str, Any] = {
+    "color": COLOURS[1],
+    "linestyle": "none",
+    "marker": "o",
+    "markersize": 5,
+    "markerfacecolor": "none",
+}
+JAX32: dict[str, Any] = {"color": COLOURS[2], "linestyle": "none", "marker": "x", "markersize": 4}
+REFERENCE: dict[str, Any] = {"color": "0.8", "linewidth": 6.0, "solid_capstyle": "butt"}
+LIMIT: dict[str, Any] = {"color": "black", "linestyle": (0, (6, 3)), "linewidth": 1.0}
+PAIR_STYLES = {
+    ("torch", "reference"): (COLOURS[0], "-"),
+    ("jax", "reference"): (COLOURS[1], (0, (4, 1.5))),
+    ("torch", "jax"): (COLOURS[2], (0, (1, 1.2))),
+}
 RC = {
     "svg.hashsalt": "parity",
+    "svg.fonttype": "none",  # text stays text: half the size
     "font.size": 9.0,
     "axes.titlesize": 10.0,
     "axes.spines.top": False,
@@ -162,7 +174,8 @@ def format_table(summary: Summary) -> str:
                 text = "-" if result is None else _number(_nearest(result, "update").error)
                 cells.append(text if result is None or result.passed else f"{text} FAIL")
             worst = max((_nearest(r, q) for r in results.values() for q in QUANTITIES), key=lambda place: place.ratio)
-            used = f"{worst.ratio:.2g} {_pair(worst.pair)}" if worst.ratio else "0"
+            ratio = f"{worst.ratio:.2f}" if worst.ratio < 100 else f"{worst.ratio:.0e}"
+            used = f"{ratio} {_pair(worst.pair)}"
             rows.append([case.id, *cells, used, "ok" if all(r.passed for r in results.values()) else "FAIL"])
         blocks.append(_aligned(rows))
     if summary.schedules:
@@ -262,14 +275,14 @@ def _growth_picture(cases: list[CaseResult]) -> Picture | None:
         _draw_growth(ax, [r for r in cases if (r.tier, r.mode) == column], *column)
     for ax in axes[len(columns) :]:
         ax.set_axis_off()
-    entries: dict[str, object] = {}
+    entries: dict[str, Any] = {}
     for ax in axes[: len(columns)]:
         entries |= {label: handle for handle, label in zip(*ax.get_legend_handles_labels(), strict=True)}
     figure.legend(list(entries.values()), list(entries), loc="outside upper center", ncols=3)
     return _encode(figure, "Error of the update per step, for each tier, with its tolerance")
 
 
-def _draw_growth(ax: mpl.axes.Axes, results: list[CaseResult], tier: str, mode: str) -> None:
+def _draw_growth(ax: Axes, results: list[CaseResult], tier: str, mode: str) -> None:
     longest = max(len(errors) for r in results for errors in r.errors.values())
     steps = np.arange(1, longest + 1)
 
@@ -306,43 +319,47 @@ def _draw_growth(ax: mpl.axes.Axes, results: list[CaseResult], tier: str, mode: 
     ax.axhline(BASE[tier].value, **LIMIT, label="base tolerance of the tier")
     ax.set_yscale("log")
     ax.set(title=f"{tier}, {mode}-running: {len(results)} cases", xlabel="step (1 = first update)")
-    ax.set_ylabel("relative error of the update")
+    ax.set_ylabel("error of the update")
 
 
 def _schedule_picture(result: ScheduleResult) -> Picture:
     """Multipliers of all sides on top of each other, and their distance from the reference below."""
-    figure = Figure(figsize=(5.4, 4.2), layout="constrained")
+    figure = Figure(figsize=(5.4, 4.4), layout="constrained")
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
     x, expected = result.steps, result.values["reference"]
-    sparse = max(1, len(x) // 14)
     top.plot(x, expected, **REFERENCE, label="reference")
-    top.plot(x, result.values["torch"], **TORCH, label="torch")
-    top.plot(x, result.values["jax"], **JAX, markevery=sparse, label="jax (every " + f"{sparse}th point)")
+    top.plot(x, result.values["torch"], **TORCH)
+    top.plot(x, result.values["jax"], **JAX, markevery=max(1, len(x) // 14))
     top.set(title=f"{result.case.id} ({result.case.lr_scheduler_type})", ylabel="multiplier of the lr")
-    top.legend(loc="best", fontsize=8)
     peak = float(np.abs(expected).max()) or 1.0
-    for side, style in (("torch", {**TORCH, "linewidth": 1.0}), ("jax", JAX), ("jax32", JAX32)):
-        label = {"jax32": "jax in float32"}.get(side, side)
-        bottom.plot(x, _clip(np.abs(result.values[side] - expected) / peak, 1e-18), **style, label=label)
+    dots = {"color": COLOURS[0], "linestyle": "none", "marker": ".", "markersize": 4}
+    labels = {"torch": "torch (line above)", "jax": "jax", "jax32": "jax in float32"}
+    for (side, label), style in zip(labels.items(), (dots, JAX, JAX32), strict=True):
+        distance = _clip(np.abs(result.values[side] - expected) / peak, 0.0)
+        apart = distance > 0
+        bottom.plot(x[apart], distance[apart], **style, label=label)
     for side in ("jax", "jax32"):
-        bottom.axhline(result.tolerance(side).value, **LIMIT)
+        bottom.axhline(result.tolerance(side).value, **LIMIT, label="tolerance" if side == "jax" else None)
     bottom.set_yscale("log")
+    bottom.set_ylim(1e-18, max(1e-5, bottom.get_ylim()[1]))
     bottom.set(xlabel="step (updates done)", ylabel="|side - reference|\n/ peak")
+    figure.legend(loc="outside lower center", ncols=3, fontsize=8)
     return _encode(figure, f"Schedule {result.case.id} on all sides, and the differences from the reference")
 
 
-def _draw_rates(ax: mpl.axes.Axes, rates: Mapping[str, Mapping[str, np.ndarray]]) -> None:
+def _draw_rates(ax: Axes, rates: Mapping[str, Mapping[str, np.ndarray]]) -> None:
     """{side: {name: lr per step}} with one line for all names that share it."""
     shared: dict[bytes, list[str]] = {}
     for name, values in rates["torch"].items():
         shared.setdefault(values.tobytes(), []).append(name)
     for i, names in enumerate(shared.values()):
-        torch, jax = (rates[side][names[0]] for side in ("torch", "jax"))
+        torch, jax = rates["torch"][names[0]], rates["jax"].get(names[0])
         steps = np.arange(1, len(torch) + 1)
         label = textwrap.shorten(", ".join(names), 60, placeholder=" ...")
         style = {"color": COLOURS[i % len(COLOURS)]}
         ax.plot(steps, torch, **{**TORCH, **style}, label=label)
-        ax.plot(steps, jax, **{**JAX, **style}, markevery=max(1, len(steps) // 20))
+        if jax is not None:
+            ax.plot(steps, jax, **{**JAX, **style}, markevery=max(1, len(steps) // 20))
     ax.set(xlabel="step (1 = first update)", ylabel="learning rate")
     ax.legend(loc="best", fontsize=8, title="line: torch, circles: jax")
 
@@ -413,18 +430,19 @@ def _singular_value_picture(trainings: list[TrainingResult]) -> Picture | None:
     from torch_impl import NS_COEFFICIENTS
 
     run = next((t for t in sorted(trainings, key=lambda t: t.dtype != "float64") if t.momentum), None)
-    if run is None:
+    matrices = {name: G for name, G in run.momentum.items() if np.isfinite(G).all()} if run else {}
+    if not matrices:
         return None
     jordan = NS_COEFFICIENTS["jordan"]
-    figure = Figure(figsize=(11, 3.2 * len(run.momentum) + 0.5), layout="constrained")
-    grid = figure.subplots(len(run.momentum), len(ORTHOGONALIZED_IN), squeeze=False, sharey=True)
-    for row, (name, G) in zip(grid, run.momentum.items(), strict=True):
+    figure = Figure(figsize=(11, 3.2 * len(matrices) + 0.5), layout="constrained")
+    grid = figure.subplots(len(matrices), len(ORTHOGONALIZED_IN), squeeze=False, sharey=True)
+    for row, (name, G) in zip(grid, matrices.items(), strict=True):
         before = np.linalg.svd(G, compute_uv=False) / max(float(np.linalg.norm(G)), 1e-300)
         index = np.arange(1, len(before) + 1)
         for ax, dtype in zip(row, ORTHOGONALIZED_IN, strict=True):
             low, high = jordan.band
             ax.axhspan(low, high, color="0.88", linewidth=0, label=f"band after five steps: {low} to {high}")
-            label = f"below {jordan.domain[0]:g} before: band not promised"
+            label = f"{jordan.domain[0]:g}: no promise for what was below"
             ax.axhline(jordan.domain[0], color="black", linestyle=":", linewidth=1, label=label)
             ax.plot(index, before, color="0.45", linestyle="--", linewidth=1.2, label="before, s / ||G||")
             for side, X in _orthogonalized(G, dtype).items():
