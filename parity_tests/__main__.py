@@ -15,6 +15,7 @@ from parity_tests.cases import CASES, SCHEDULE_CASES
 from parity_tests.processes import ENVIRONMENT
 
 QUICK_STEPS, QUICK_TRAINING_STEPS, TRAINING_STEPS = 20, 30, 200
+IDS = {row.id for row in (*CASES, *SCHEDULE_CASES)}
 EPILOG = "Exit status: 0 all equal, 1 a mismatch, 2 bad arguments."
 
 
@@ -45,7 +46,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
 
 
 def matches(expression: str, name: str) -> bool:
-    """Terms are substrings of ``name``; "not" binds tighter than "and", "and" tighter than "or"."""
+    """Whether a row is wanted: the row of that id if there is one, else every row for which the expression holds.
+
+    Terms are substrings of ``name``; "not" binds tighter than "and", "and" tighter than "or".
+    """
+    if expression in IDS:
+        return name == expression
 
     def holds(term: str) -> bool:
         words = term.split()

@@ -71,6 +71,8 @@ def test_training_errors():
         ("adam or wsd", "wsd", True),
         ("adam and x or wsd", "adamw-gaps", False),
         ("not", "adamw-not", True),
+        ("cosine", "cosine", True),
+        ("cosine", "cosine-restarts", False),  # the id of a row stands for that row alone
     ],
 )
 def test_expressions(expression, name, expected):

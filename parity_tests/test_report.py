@@ -19,6 +19,7 @@ from parity_tests.trajectory import run_case
 SECTIONS = ("cases", "growth", "schedules", "training", "newton-schulz", "routing")
 HOSTILE = "<script>alert('why')</script> & \"quoted\""
 STEPS = 4
+RUN = (("float64", "free"), ("bfloat16", "forced"))
 
 
 def case_named(name, rows=CASES):
@@ -66,12 +67,12 @@ def training_result(dtype="float64", final_distance=1e-14):
 
 @pytest.fixture(scope="module")
 def summary(backends):
-    case = dataclasses.replace(case_named("muon-defaults"), why=HOSTILE)
+    case = dataclasses.replace(case_named("adamw-defaults"), why=HOSTILE)
     return Summary(
         title="parity",
         command="python -m parity_tests -k 'muon and not hard' > log",
         environment={"torch": "2.9 <b>"},
-        cases=[run_case(case, tier, tier.modes[0], backends, STEPS) for tier in TIERS.values()],
+        cases=[run_case(case, TIERS[name], mode, backends, STEPS) for name, mode in RUN],
         schedules=[compare_schedule(case_named("wsd-cosine", SCHEDULE_CASES))],
         trainings=[training_result(), training_result("float32", 1e-3)],
         routing={"torch": "name  role\nup    matrix", "jax": "name  role\nup    matrix <jax>"},
@@ -87,7 +88,7 @@ def failing(summary, backends):
     values = {**schedule.values, "jax": 1.01 * schedule.values["jax"]}
     schedule = dataclasses.replace(schedule, values=values, errors={**schedule.errors, "jax": 0.01})
     trainings = [training_result(final_distance=1e-3), training_result("float32", np.nan)]
-    return dataclasses.replace(summary, cases=[*summary.cases, case], schedules=[schedule], trainings=trainings)
+    return dataclasses.replace(summary, cases=[summary.cases[0], case], schedules=[schedule], trainings=trainings)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +149,7 @@ def test_page_stands_alone_and_has_all_sections(text):
 def test_page_says_what_was_run_and_found(summary, text):
     assert summary.passed
     assert "All equal" in text
-    assert "muon-defaults" in text
+    assert "adamw-defaults" in text
     assert summary.command in html.unescape(text)
     assert "up    matrix" in text
     assert "muonwithauxadamw + wsd" in text
@@ -156,8 +157,9 @@ def test_page_says_what_was_run_and_found(summary, text):
         assert raw not in text
     assert HOSTILE in html.unescape(text)
     growth = images(text)[0]
-    for title in ("float64, free-running", "float32, forced-running", "bfloat16, forced-running"):
-        assert title in growth
+    assert "float64, free-running" in growth
+    assert "bfloat16, forced-running" in growth
+    assert "float32" not in growth
 
 
 def test_singular_values_are_shown_in_every_dtype(text):
@@ -171,8 +173,9 @@ def test_terminal_table(summary):
     lines = table.splitlines()
     assert table.isascii()
     assert max(map(len, lines)) <= 110
-    assert lines[-1].startswith("ALL EQUAL: 3 runs of 1 cases, 1 schedules, 2 trainings")
-    (row,) = (line.split() for line in lines if line.startswith("muon-defaults"))
+    assert lines[-1].startswith("ALL EQUAL: 2 runs of 1 cases, 1 schedules, 2 trainings")
+    (row,) = (line.split() for line in lines if line.startswith("adamw-defaults"))
+    assert row[2:4] == ["-", "-"]
     assert row[-1] == "ok"
     assert 0 < float(row[1]) < 1e-12
     assert [line.split()[-1] for line in lines if line.startswith("muonwithauxadamw")] == ["ok", "info"]
