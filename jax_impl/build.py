@@ -13,7 +13,7 @@ from jax_impl.adam import scale_by_adam
 from jax_impl.aux_adamw import scale_by_group_adam
 from jax_impl.combine import combine, descend, freeze
 from jax_impl.config import AdamConfig, AdamWConfig, MuonConfig, OptimizerConfig, check_keywords, parse_config, plain
-from jax_impl.master_weights import keep_master_weights
+from jax_impl.master_weights import LOW_PRECISION, keep_master_weights
 from jax_impl.momentum import active_slices
 from jax_impl.muon import adjusted_lr_scale, scale_by_muon
 from jax_impl.param_groups import ParameterGroup, group_parameters, select_parameters
@@ -96,9 +96,9 @@ def muon_with_aux_adamw(
 
 
 def route_parameters(params: Any, optimizer_type: str, *, matrix_axes: AxesSpec = None, **kwargs: Any) -> RoutingTable:
-    """The table of roles, groups and learning rates that build_optimizer would use.
+    """The table of roles, groups and learning rates that build_optimizer would use, before any schedule.
 
-    Arguments and errors are those of build_optimizer.
+    Arguments and errors are those of build_optimizer, without ``lr_schedule``.
     """
     return _route(params, optimizer_type, parse_config(optimizer_type, kwargs), matrix_axes)[0]
 
@@ -125,7 +125,7 @@ def build_lr_schedule(lr_scheduler_type: str, **kwargs: Any) -> optax.Schedule:
     make_schedule = SCHEDULES.get(lr_scheduler_type.lower())
     if make_schedule is None:
         raise NotImplementedError(f"lr_scheduler_type must be one of {sorted(SCHEDULES)}, got {lr_scheduler_type!r}")
-    check_keywords(lr_scheduler_type, kwargs, list(inspect.signature(make_schedule).parameters))
+    check_keywords(lr_scheduler_type, kwargs, inspect.signature(make_schedule).parameters)
     return make_schedule(**{name: plain(value) for name, value in kwargs.items()})
 
 
@@ -134,8 +134,9 @@ def _route(
 ) -> tuple[RoutingTable, list[ParameterGroup]]:
     leaves = named_leaves(params)
     for name, leaf in leaves.items():
-        if not (hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jnp.floating)):
-            raise TypeError(f"parameter {name!r} is no array of floats: {type(leaf).__name__}")
+        if getattr(leaf, "dtype", None) not in (jnp.float64, jnp.float32, *LOW_PRECISION):
+            found = getattr(leaf, "dtype", type(leaf).__name__)
+            raise TypeError(f"parameter {name!r} must be float64, float32, bfloat16 or float16, got {found}")
     selected = {name: leaves[name] for name in select_parameters(leaves, config.keys_to_select)}
     axes = axes_by_name(params, matrix_axes)
     if isinstance(config, MuonConfig):

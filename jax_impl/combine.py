@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import optax
 
 from jax_impl.master_weights import compute_dtype
-from jax_impl.tree import leaf_name, map_params
+from jax_impl.tree import leaf_name, map_params, named_leaves
 
 LABEL = re.compile(r"(\d+)\.[a-z]+")  # <group>.<role>
 
@@ -99,25 +99,28 @@ def combine(
     Args:
         transforms: {label: transform}.
         labels: {name of a leaf: label}. Trees given to ``init`` and ``update`` may be of any container types (dicts,
-            nnx states, ...) as long as their leaves have these names.
+            nnx states, ...) as long as their leaves have these names. A None where a parameter would be is no
+            parameter and stays None.
 
     Raises:
-        ValueError: at init and update, if the tree has other leaves, or if ``params`` is missing.
+        ValueError: at init and update, if the tree has other leaves, a gradient has another shape than its
+            parameter, or ``params`` is missing.
     """
+    some_label = next(iter(transforms))
 
     def label_tree(tree: Any) -> Any:
         def label(path: tuple[Any, ...], leaf: Any) -> str:
             name = leaf_name(path)
-            if name not in labels:
+            if name not in labels and leaf is not None:
                 raise ValueError(f"the optimizer was built without a parameter {name!r}; it has {sorted(labels)}")
-            return labels[name]
+            return labels.get(name, some_label)
 
         return jax.tree_util.tree_map_with_path(label, tree, is_leaf=lambda x: x is None)
 
     inner = optax.multi_transform(transforms, label_tree)
 
     def init(params: Any) -> Any:
-        missing = set(labels) - {leaf_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(params)[0]}
+        missing = set(labels) - set(named_leaves(params))
         if missing:
             raise ValueError(f"the optimizer was built with parameters that are missing: {sorted(missing)}")
         return inner.init(params)
@@ -125,26 +128,40 @@ def combine(
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("this optimizer needs the parameters: call update(grads, state, params)")
+        shapes = {name: jnp.shape(p) for name, p in named_leaves(params).items()}
+        for name, g in named_leaves(grads).items():
+            if name in shapes and jnp.shape(g) != shapes[name]:
+                raise ValueError(f"the gradient of {name!r} has shape {jnp.shape(g)}, the parameter {shapes[name]}")
         return inner.update(grads, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def learning_rates(opt_state: Any) -> dict[int, jax.Array]:
-    """{group: lr that its next update uses} of any tree that holds a state of build_optimizer.
+    """{group: lr that its next update uses} of any tree that holds the state of one build_optimizer.
 
     Groups are numbered as in the routing table. Works on wrapped states (chain, nnx.Optimizer) and on restored ones
     whose tuples have become dicts.
 
     Raises:
-        ValueError: no group is found.
+        ValueError: no group is found, or the states of several optimizers.
     """
+    fields = set(GroupState._fields)
+
+    def is_group(x: Any) -> bool:
+        return isinstance(x, GroupState) or (isinstance(x, Mapping) and set(x) == fields)
+
     rates: dict[int, jax.Array] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(opt_state)[0]:
-        keys = leaf_name(path).split(".learning_rate")
-        match = list(LABEL.finditer(keys[0]))
-        if len(keys) == 2 and keys[1] == "" and match:
-            rates[int(match[-1].group(1))] = leaf
-    if not rates:
-        raise ValueError("no group found: is this the state of a jax_impl optimizer?")
+    owners: set[str] = set()
+    for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_group)[0]:
+        if not is_group(x):
+            continue
+        owner, _, label = leaf_name(path).rpartition("inner_states.")
+        match = LABEL.match(label)
+        if match:
+            owners.add(owner)
+            rate = x.learning_rate if isinstance(x, GroupState) else x["learning_rate"]
+            (rates[int(match.group(1))],) = jax.tree.leaves(rate)  # nnx keeps it in a variable
+    if len(owners) != 1:
+        raise ValueError(f"expected the state of one jax_impl optimizer, found {len(owners)}")
     return dict(sorted(rates.items()))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
+import numbers
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 from jax_impl.newton_schulz import NS_DTYPES, Triple, resolve_coefficients
@@ -147,24 +149,29 @@ def parse_config(optimizer_type: str, kwargs: Mapping[str, Any]) -> OptimizerCon
     config_class = CONFIGS.get(optimizer_type.lower())
     if config_class is None:
         raise NotImplementedError(f"optimizer_type must be one of {sorted(CONFIGS)}, got {optimizer_type!r}")
-    check_keywords(optimizer_type, kwargs, [f.name for f in fields(config_class)])
-    for required in fields(config_class):
-        if required.default is MISSING and required.default_factory is MISSING and required.name not in kwargs:
-            raise ValueError(f"{optimizer_type} needs {required.name}=")
+    if "lr" not in kwargs:
+        raise ValueError(f"{optimizer_type} needs lr=")
+    check_keywords(optimizer_type, kwargs, inspect.signature(config_class).parameters)
     return config_class(**{name: plain(value) for name, value in kwargs.items()})
 
 
-def check_keywords(owner: str, given: Iterable[str], valid: Sequence[str]) -> None:
-    """Raise TypeError for the first keyword that ``owner`` does not take, with the nearest that it does."""
+def check_keywords(owner: str, given: Iterable[str], parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Raise TypeError for a keyword that ``owner`` does not take, with the nearest that it does, or that it lacks."""
+    given = list(given)
     for name in given:
-        if name not in valid:
-            nearest = difflib.get_close_matches(name, valid, n=1)
+        if name not in parameters:
+            nearest = difflib.get_close_matches(name, parameters, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise TypeError(f"{owner} has no argument {name!r}{hint} Valid: {', '.join(sorted(valid))}")
+            raise TypeError(f"{owner} has no argument {name!r}{hint} Valid: {', '.join(sorted(parameters))}")
+    missing = [p.name for p in parameters.values() if p.default is p.empty and p.name not in given]
+    if missing:
+        raise TypeError(f"{owner} needs {', '.join(missing)}")
 
 
 def plain(value: Any) -> Any:
-    """An OmegaConf container as plain Python values; anything else as it is."""
+    """An OmegaConf container, and a scalar of numpy, as plain Python values; anything else as it is."""
+    if isinstance(value, numbers.Number) and hasattr(value, "item"):
+        return value.item()
     if "omegaconf" in sys.modules:  # a container can only come from an imported package
         omegaconf = sys.modules["omegaconf"].OmegaConf
         if omegaconf.is_config(value):

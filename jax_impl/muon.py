@@ -10,9 +10,10 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jax_impl.config import MuonConfig
 from jax_impl.master_weights import compute_dtype
 from jax_impl.momentum import active_slices, descent_direction, update_momentum
-from jax_impl.newton_schulz import Triple, newton_schulz, resolve_coefficients
+from jax_impl.newton_schulz import Triple, newton_schulz
 from jax_impl.routing import AxesSpec, MatrixAxes, axes_by_name
 from jax_impl.tree import map_params
 
@@ -74,15 +75,23 @@ def scale_by_muon(
     A leaf whose gradient is None keeps its momentum and gets a zero direction.
 
     Raises:
-        ValueError: at init, if a leaf has no matrix axes.
+        TypeError, ValueError: a wrong value, see jax_impl.config; at init, if a leaf has no matrix axes.
 
     Source: Jordan et al. 2024; shape adjustment of Liu et al. 2025 (arXiv 2502.16982).
     """
-    resolve_coefficients(ns_coefficients, ns_steps)
+    MuonConfig(
+        lr=0.0,
+        muon_momentum=muon_momentum,
+        muon_lr_scale=muon_lr_scale,
+        ns_steps=ns_steps,
+        ns_dtype=ns_dtype,
+        ns_coefficients=ns_coefficients,
+        nesterov=nesterov,
+    )
 
     def init(params: Any) -> ScaleByMuonState:
         axes = axes_by_name(params, matrix_axes)
-        without = [name for name, leaf_axes in axes.items() if leaf_axes is None]
+        without = [name for name, own in axes.items() if own is None or not own.is_matrix]
         if without:
             raise ValueError(f"scale_by_muon takes matrices only; no matrix axes for {without}")
         return ScaleByMuonState(jax.tree.map(lambda p: jnp.zeros_like(p, compute_dtype(p)), params))

@@ -19,7 +19,9 @@ class MatrixAxes:
     """Axes of a leaf that index outputs (its rows), inputs (its columns) and separate matrices.
 
     A Dense kernel (in, out) is ``MatrixAxes(fan_out=1, fan_in=0)``; a stack of experts (E, out, in) is
-    ``MatrixAxes(fan_out=1, fan_in=2, batch=0)``. Several axes may form one side.
+    ``MatrixAxes(fan_out=1, fan_in=2, batch=0)``. Several axes may form one side. Without outputs or without inputs
+    it is no matrix; ``batch`` still says which axes are a stack of layers: the scales of two layers (2, width) are
+    ``MatrixAxes(fan_out=1, fan_in=(), batch=0)``.
     """
 
     fan_out: tuple[int, ...]
@@ -31,6 +33,10 @@ class MatrixAxes:
     ) -> None:
         for side, axes in (("fan_out", fan_out), ("fan_in", fan_in), ("batch", batch)):
             object.__setattr__(self, side, (axes,) if isinstance(axes, int) else tuple(axes))
+
+    @property
+    def is_matrix(self) -> bool:
+        return bool(self.fan_out and self.fan_in)
 
 
 AxesSpec = Callable[[str, Any], MatrixAxes | None] | Any
@@ -152,8 +158,13 @@ def parameter_roles(
             if leaf.ndim > 3:
                 raise ValueError(f"expert parameter {name!r} must be (E, M, N), got shape {leaf.shape}")
             return EXPERT, axes[name] or MatrixAxes(fan_out=(1,), fan_in=(2,), batch=(0,))
-        if axes[name] is None or any(keyword in name.rpartition(".")[0] for keyword in adamw_module_keywords):
+        own = axes[name]
+        if (
+            own is None
+            or not own.is_matrix
+            or any(keyword in name.rpartition(".")[0] for keyword in adamw_module_keywords)
+        ):
             return ADAMW, None
-        return MATRIX, axes[name]
+        return MATRIX, own
 
     return {name: role(name, leaf) for name, leaf in leaves.items()}

@@ -29,16 +29,18 @@ def _elapsed(count: Any, start: float) -> jax.Array:
     real = jnp.result_type(float)
     if not isinstance(count, jax.Array):
         return jnp.asarray(np.asarray(count, np.float64) - start, real)
-    if jnp.issubdtype(count.dtype, jnp.unsignedinteger) and count.dtype.itemsize < 4:
-        count = count.astype(jnp.int32)
-    fits = float(start).is_integer() and abs(start) < 2.0 ** (8 * count.dtype.itemsize - 1)
-    if jnp.issubdtype(count.dtype, jnp.signedinteger) and fits:
+    bits = 8 * count.dtype.itemsize
+    if jnp.issubdtype(count.dtype, jnp.unsignedinteger) and float(start).is_integer() and 0 <= start < 2.0**bits:
+        unsigned = jnp.asarray(int(start), count.dtype)
+        return jnp.where(count >= unsigned, (count - unsigned).astype(real), -(unsigned - count).astype(real))
+    if jnp.issubdtype(count.dtype, jnp.signedinteger) and float(start).is_integer() and abs(start) < 2.0 ** (bits - 1):
         return (count - int(start)).astype(real)
     return count.astype(real) - float(start)
 
 
 def _anneal(x: jax.Array, f_from: float, f_to: float, decay_type: str) -> jax.Array:
     """From ``f_from`` at x = 0 to ``f_to`` at x = 1, along half a cosine or a line."""
+    x = jnp.minimum(x, 1.0)  # a compiler that multiplies by a reciprocal may end above one
     if decay_type == "cosine":
         return f_to + (f_from - f_to) * (1.0 + jnp.cos(jnp.pi * x)) / 2.0
     return f_to + (f_from - f_to) * (1.0 - x)
@@ -78,6 +80,8 @@ def _cyclic_schedule(decay_type: str, **lists: Sequence[float]) -> optax.Schedul
 
     lengths = lists["cycle_lengths"]
     ends = [sum(lengths[: c + 1]) for c in range(len(lengths))]
+    # the end belongs to the earlier of two cycles, so cycles of zero length behind it are never entered
+    last = ends.index(ends[-1])
 
     def cycle_value(count: Any, c: int) -> jax.Array:
         warm_up, length = lists["warm_up_steps"][c], lengths[c]
@@ -90,8 +94,8 @@ def _cyclic_schedule(decay_type: str, **lists: Sequence[float]) -> optax.Schedul
         return jnp.where(m < float(warm_up), ramp, _anneal(x, f_max, f_min, decay_type))
 
     def schedule(count: Any) -> jax.Array:
-        value = cycle_value(count, len(ends) - 1)
-        for c in reversed(range(len(ends) - 1)):
+        value = cycle_value(count, last)
+        for c in reversed(range(last)):
             value = jnp.where(_elapsed(count, ends[c]) <= 0, cycle_value(count, c), value)
         return value
 

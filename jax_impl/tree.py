@@ -24,8 +24,18 @@ def _key(key: Any) -> str:
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """{name: leaf} in the order in which JAX flattens ``tree``; a None is no leaf."""
-    return {leaf_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]}
+    """{name: leaf} in the order in which JAX flattens ``tree``; a None is no leaf.
+
+    Raises:
+        ValueError: two leaves have one name, such as ``{"a.b": x, "a": {"b": y}}``.
+    """
+    leaves: dict[str, Any] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = leaf_name(path)
+        if name in leaves:
+            raise ValueError(f"two parameters are called {name!r}")
+        leaves[name] = leaf
+    return leaves
 
 
 def map_params(fn: Callable[..., tuple[Any, ...]], outputs: int, params: Any, *trees: Any) -> tuple[Any, ...]:

@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from parity_tests.cases import CASES, SCHEDULE_CASES
 from parity_tests.processes import ENVIRONMENT
 
 QUICK_STEPS, QUICK_TRAINING_STEPS, TRAINING_STEPS = 20, 30, 200
-IDS = {row.id for row in (*CASES, *SCHEDULE_CASES)}
+IDS = {case.id for case in CASES} | {case.id for case in SCHEDULE_CASES}
 EPILOG = "Exit status: 0 all equal, 1 a mismatch, 2 bad arguments."
 
 
@@ -84,6 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.update({name: os.environ.get(name, value) for name, value in ENVIRONMENT.items()})
     if options.device == "cpu":
         os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+    missing = [name for name in ("torch", "jax", "optax", "flax", "matplotlib", "jinja2") if find_spec(name) is None]
+    if missing:
+        print(f"{', '.join(missing)} missing: pip install 'samestep[parity]'", file=sys.stderr)
+        return 2
 
     from parity_tests.report import Summary, format_table, write_report
     from parity_tests.schedule_parity import compare_schedule

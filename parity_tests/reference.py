@@ -34,8 +34,9 @@ def cyclic(
 ) -> float:
     """Cycle c covers start < n <= start + length; past the last cycle its end value is held."""
     ends = np.cumsum(cycle_lengths, dtype=float)
-    c = min(int(np.searchsorted(ends, n, side="left")), len(ends) - 1)
-    m = min(n, ends[-1]) - (ends[c] - cycle_lengths[c])
+    n = min(n, ends[-1])
+    c = int(np.searchsorted(ends, n, side="left"))
+    m = n - (ends[c] - cycle_lengths[c])
     w, length = warm_up_steps[c], cycle_lengths[c]
     if w > 0 and (m < w or w >= length):
         return f_start[c] + (f_max[c] - f_start[c]) * m / w

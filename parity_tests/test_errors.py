@@ -104,7 +104,7 @@ def test_what_must_be_given():
         ),
         (3, {}, TypeError, "must be a string, got 3"),
         ("wsd", {"warmup_steps": 3}, TypeError, "no argument 'warmup_steps'; did you mean 'warm_up_steps'"),
-        ("wsd", {"warm_up_steps": 3}, TypeError, "missing .* required keyword-only arguments"),
+        ("wsd", {"warm_up_steps": 3}, TypeError, "wsd needs total_steps, decay_steps, f_start, f_max, f_min$"),
     ],
 )
 def test_wrong_schedules(kind, kwargs, error, message):
@@ -128,7 +128,7 @@ def test_jax_only():
         transform.init({**params, "new": jnp.zeros(2)})
     with pytest.raises(TypeError, match="lr_schedule must be a function"):
         jax_impl.build_optimizer(params, "adamw", lr=0.1, lr_schedule=0.5)
-    with pytest.raises(TypeError, match="'count' is no array of floats"):
+    with pytest.raises(TypeError, match="'count' must be float64, float32, bfloat16 or float16, got int64"):
         jax_impl.build_optimizer({**params, "count": jnp.zeros((), int)}, "adamw", lr=0.1)
     with pytest.raises(ValueError, match="does not name every axis"):
         jax_impl.build_optimizer(params, "muonwithauxadamw", lr=0.1, matrix_axes=lambda n, x: jax_impl.MatrixAxes(0, 0))
@@ -136,7 +136,7 @@ def test_jax_only():
         jax_impl.build_optimizer(params, "muonwithauxadamw", lr=0.1, matrix_axes=lambda name, leaf: (0, 1))
     with pytest.raises(ValueError, match=r"no matrix axes for \['fc.bias'"):
         jax_impl.scale_by_muon().init({"fc": params["fc"]})
-    with pytest.raises(ValueError, match="no group found"):
+    with pytest.raises(ValueError, match="one jax_impl optimizer, found 0"):
         jax_impl.learning_rates({"a": jnp.zeros(2)})
 
 

@@ -76,6 +76,11 @@ BY_HAND = {
         dict(warm_up_steps=[0, 0], f_start=[0.0, 0.0], f_max=[1.0, 0.8], f_min=[0.2, 0.0], cycle_lengths=[4, 4]),
         {0: 1, 4: 0.2, 5: 0.6, 8: 0, 9: 0},
     ),
+    "a last cycle of zero length is never entered": (
+        "lambdalinear",
+        dict(warm_up_steps=[2, 5], f_start=[0.0, 0.9], f_max=[1.0, 1.0], f_min=[0.2, 0.5], cycle_lengths=[6, 0]),
+        {0: 0, 2: 1, 4: 0.6, 6: 0.2, 7: 0.2, 100: 0.2},
+    ),
     "a horizon of 1e13": (
         "lambdalinear",
         dict(warm_up_steps=[1000], f_start=[1e-6], f_max=[1.0], f_min=[1.0], cycle_lengths=[10**13]),
@@ -139,6 +144,15 @@ def test_late_cycles_keep_their_steps_in_float32():
         schedule = jax.jit(jax_impl.build_lr_schedule("lambdalinear", **kwargs))
         found = [float(schedule(10**8 + k)) for k in range(1, 12)]
     np.testing.assert_allclose(found, [*np.arange(0.9, -0.05, -0.1), 0.0], atol=FLOAT32)
+
+
+def test_unsigned_counts_beyond_float32():
+    """uint32 counts near 1e8, where float32 counts in eights."""
+    kwargs = dict(warm_up_steps=[0, 0], f_start=[0.0] * 2, f_max=[1.0] * 2, f_min=[1.0, 0.0], cycle_lengths=[10**8, 10])
+    with jax.enable_x64(False):
+        schedule = jax.jit(jax_impl.build_lr_schedule("lambdalinear", **kwargs))
+        assert float(schedule(jnp.uint32(10**8 + 3))) == pytest.approx(0.7, abs=FLOAT32)
+        assert float(schedule(jnp.uint32(3 * 10**9))) == 0.0
 
 
 def test_torch_values_survive_a_weights_only_checkpoint():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torch_impl.config import AdamConfig, AdamWConfig
 from torch_impl.master_weights import compute_dtype
@@ -30,3 +31,9 @@ def build_adam(param_groups: list[dict[str, Any]], config: AdamConfig) -> torch.
         fused=True,
         capturable=config.capturable,
     )
+
+
+def initial_adam_state(p: Tensor) -> dict[str, Tensor]:
+    """What torch's fused Adam makes at the first step of a parameter, equivalent to having no state."""
+    state = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}
+    return {"step": torch.zeros((), dtype=torch.float32, device=p.device), **state}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_impl.master_weights import compute_dtype, working_copy, write_back_
+from torch_impl.master_weights import LOW_PRECISION, compute_dtype, matching, working_copy, write_back_
 from torch_impl.routing import ADAMW, EXPERT, MATRIX
 
 ORTHOGONALIZED = (MATRIX, EXPERT)
@@ -36,10 +35,16 @@ def adamw_(
 
     Args:
         params, exp_avgs, exp_avg_sqs: modified in place.
-        grads: same shapes and dtype as ``params``.
+        grads: same shapes, strides and dtype as ``params``.
         step: 0-D float32, 1-based count of this update, shared by all.
         lr: float or 0-D tensor.
     """
+    if isinstance(lr, Tensor) and lr.dtype == torch.float64 and lr.is_cuda:
+        # the fused CUDA kernel reads an lr tensor as float32
+        adamw_unfused_(
+            params, grads, exp_avgs, exp_avg_sqs, step, lr=lr, weight_decay=weight_decay, betas=betas, eps=eps
+        )
+        return
     torch._fused_adamw_(
         params,
         grads,
@@ -55,6 +60,27 @@ def adamw_(
         amsgrad=False,
         maximize=False,
     )
+
+
+def adamw_unfused_(
+    params: list[Tensor],
+    grads: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    step: Tensor,
+    *,
+    lr: float | Tensor,
+    weight_decay: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    """adamw_ in separate operations, for what the fused kernel cannot do; arguments as there."""
+    t = step.double()
+    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        m.mul_(betas[0]).add_(g, alpha=1 - betas[0])
+        v.mul_(betas[1]).addcmul_(g, g, value=1 - betas[1])
+        denominator = (v / (1 - betas[1] ** t)).sqrt_().add_(eps)
+        p.mul_(1 - lr * weight_decay).sub_(m / (1 - betas[0] ** t) / denominator * lr)
 
 
 class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
@@ -74,6 +100,18 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
         self._roles = dict(roles)
         super().__init__(params, {"step": 0, **defaults})
 
+    def __getstate__(self) -> dict[str, Any]:
+        # torch keeps defaults, state and groups only; roles go by position, as tensors change under pickle
+        roles = [[self._roles[p] for p in group["params"]] for group in self.param_groups]
+        return {**super().__getstate__(), "roles": roles}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        roles = state.pop("roles", None)
+        super().__setstate__(state)
+        if roles is not None:
+            groups = zip(self.param_groups, roles, strict=True)
+            self._roles = {p: role for group, own in groups for p, role in zip(group["params"], own, strict=True)}
+
     @abstractmethod
     def matrix_update_(
         self, working: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], role: str
@@ -88,22 +126,36 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
             role: "matrix" or "expert".
         """
 
+    def initial_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        """Fresh state of a parameter, equivalent to having none: zeros, and the master as a copy."""
+        keys = ("momentum_buffer",) if self._roles[p] in ORTHOGONALIZED else ("exp_avg", "exp_avg_sq")
+        state = {key: torch.zeros_like(p, dtype=compute_dtype(p), requires_grad=False) for key in keys}
+        if p.dtype in LOW_PRECISION and group["master_weights"]:
+            state["master_param"] = p.detach().float()
+        return state
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group; each of its parameters needs a role.
+        """Add a group: "params", any of the defaults, and under "roles" {parameter: role} of those that are new.
 
         Raises:
+            TypeError: an unknown key.
             ValueError: a parameter has no role, or an orthogonalized one has the wrong number of dimensions.
         """
-        if isinstance(param_group["params"], Tensor):
-            param_group["params"] = [param_group["params"]]
-        param_group["params"] = list(param_group["params"])
+        param_group = dict(param_group)
+        params = param_group["params"]
+        param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
+        roles = {**self._roles, **param_group.pop("roles", {})}
+        unknown = set(param_group) - {"params", "initial_lr", *self.defaults}
+        if unknown:
+            raise TypeError(f"a group has no {sorted(unknown)}; valid: {sorted({'params', 'roles', *self.defaults})}")
         for p in param_group["params"]:
-            role = self._roles.get(p)
+            role = roles.get(p)
             if role not in (ADAMW, *ORTHOGONALIZED):
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} has no role; roles must cover every parameter")
             if role in ORTHOGONALIZED and p.ndim != (2 if role == MATRIX else 3):
                 raise ValueError(f"role {role!r} does not fit a parameter of shape {tuple(p.shape)}")
         super().add_param_group(param_group)
+        self._roles = roles
         group = self.param_groups[-1]
         device = group["params"][0].device
         dtype = max((compute_dtype(p) for p in group["params"]), key=lambda d: d.itemsize)
@@ -131,34 +183,25 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
             for p in group["params"]:
                 if p.grad is None:
                     continue
+                if not self.state[p]:
+                    self.state[p].update(self.initial_state(p, group))
                 working = working_copy(p, self.state[p], group["master_weights"])
                 if self._roles[p] == ADAMW:
                     adamw.setdefault((working.device, working.dtype), []).append((p, working))
                 else:
-                    self._matrix_step(p, working, group)
+                    grad = p.grad.to(working.dtype)
+                    self.matrix_update_(working, grad, self.state[p], group, self._roles[p])
+                    write_back_(p, working)
             for pairs in adamw.values():
                 self._adamw_step(pairs, group)
         return loss
 
-    def _matrix_step(self, p: Tensor, working: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[p]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(working)
-        assert p.grad is not None
-        self.matrix_update_(working, p.grad.to(working.dtype), state, group, self._roles[p])
-        write_back_(p, working)
-
     def _adamw_step(self, pairs: list[tuple[Tensor, Tensor]], group: dict[str, Any]) -> None:
-        states = [self.state[p] for p, _ in pairs]
-        for state, (_, working) in zip(states, pairs, strict=True):
-            if "exp_avg" not in state:
-                state["exp_avg"] = torch.zeros_like(working)
-                state["exp_avg_sq"] = torch.zeros_like(working)
         adamw_(
             [working for _, working in pairs],
-            [p.grad.to(working.dtype) for p, working in pairs],  # type: ignore[union-attr]
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [matching(p.grad, working, working.dtype) for p, working in pairs],  # type: ignore[arg-type]
+            [self.state[p]["exp_avg"] for p, _ in pairs],
+            [self.state[p]["exp_avg_sq"] for p, _ in pairs],
             group["step"],
             lr=group["lr"],
             weight_decay=group["weight_decay"],
@@ -178,11 +221,18 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
         params = [p for group in self.param_groups for p in group["params"]]
         for i, p in zip(saved_ids, params, strict=True):
             for key, value in state_dict["state"].get(i, {}).items():
-                self.state[p][key] = value.to(p.device).clone() if isinstance(value, Tensor) else copy.deepcopy(value)
+                self.state[p][key] = loaded_copy(value, p)
         for group in self.param_groups:
             for key in ("lr", "step", "initial_lr"):
                 if isinstance(group.get(key), Tensor):
                     group[key] = group[key].to(group["params"][0].device).clone()
+
+
+def loaded_copy(value: Tensor, p: Tensor) -> Tensor:
+    """A copy of a saved state tensor for ``p``: its own dtype, on the parameter's device, with its strides."""
+    if value.shape == p.shape:
+        return torch.empty_like(p, dtype=value.dtype, requires_grad=False).copy_(value)
+    return value.to(p.device, copy=True)
 
 
 def adjusted_lr_scale(shape: Sequence[int], muon_lr_scale: float) -> float:

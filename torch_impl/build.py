@@ -12,6 +12,7 @@ from torch_impl.adam import build_adam
 from torch_impl.aux_adamw import adjusted_lr_scale
 from torch_impl.config import AdamConfig, MuonConfig, OptimizerConfig, check_keywords, parse_config, plain
 from torch_impl.containers import LRSchedulersContainer, OptimizersContainer
+from torch_impl.master_weights import LOW_PRECISION
 from torch_impl.muon import MuonWithAuxAdamW
 from torch_impl.param_groups import (
     ParameterGroup,
@@ -43,6 +44,8 @@ def build_optimizer(model: nn.Module, optimizer_type: str, **kwargs: Any) -> Opt
         ValueError: a value out of range, or nothing selected. Nothing has changed then.
     """
     config = parse_config(optimizer_type, kwargs)
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
     params = trainable_parameters(model)
     routes, groups = _route(model, optimizer_type, config)
     if isinstance(config, MuonConfig):
@@ -82,18 +85,23 @@ def build_lr_scheduler(optimizer: OptimizersContainer, lr_scheduler_type: str, *
         TypeError: unknown or missing keyword, or a value of the wrong type.
         ValueError: a value out of range.
     """
+    if not isinstance(optimizer, OptimizersContainer):
+        raise TypeError(f"optimizer must come from build_optimizer, got {type(optimizer).__name__}")
     if not isinstance(lr_scheduler_type, str):
         raise TypeError(f"lr_scheduler_type must be a string, got {lr_scheduler_type!r}")
     scheduler_class = SCHEDULERS.get(lr_scheduler_type.lower())
     if scheduler_class is None:
         raise NotImplementedError(f"lr_scheduler_type must be one of {sorted(SCHEDULERS)}, got {lr_scheduler_type!r}")
-    check_keywords(lr_scheduler_type, kwargs, list(inspect.signature(scheduler_class).parameters))
+    check_keywords(lr_scheduler_type, kwargs, inspect.signature(scheduler_class).parameters)
     scheduler = scheduler_class(**{name: plain(value) for name, value in kwargs.items()})
     return LRSchedulersContainer(optimizer, scheduler.schedule)
 
 
 def _route(model: nn.Module, optimizer_type: str, config: OptimizerConfig) -> tuple[RoutingTable, list[ParameterGroup]]:
     params = trainable_parameters(model)
+    for name, p in params.items():
+        if p.dtype not in (torch.float64, torch.float32, *LOW_PRECISION):
+            raise TypeError(f"parameter {name!r} must be float64, float32, bfloat16 or float16, got {p.dtype}")
     selected = select_parameters(params, config.keys_to_select)
     if isinstance(config, MuonConfig):
         roles = parameter_roles(

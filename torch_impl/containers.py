@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 
+from torch_impl.adam import initial_adam_state
+from torch_impl.aux_adamw import MatrixOptimizerWithAuxAdamW, loaded_copy
 from torch_impl.routing import RoutingTable
 
 
@@ -22,12 +24,9 @@ class OptimizersContainer(Stateful):
     """
 
     def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], routes: RoutingTable) -> None:
+        self.model = model
         self.optimizers = optimizers
         self.routes = routes
-        names = {p: name for name, p in model.named_parameters()}
-        self._names = {
-            p: names[p] for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]
-        }
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self.optimizers)
@@ -54,11 +53,14 @@ class OptimizersContainer(Stateful):
         return self.routes
 
     def state_dict(self) -> dict[str, Any]:
-        """Flat state without side effects; tensors are the live ones, as in torch."""
+        """Flat state without side effects; tensors are the live ones, as in torch.
+
+        Parameters that have no state yet are given the equivalent zeros, which are not kept: a checkpoint reader that
+        fills the tensors of a fresh ``state_dict()`` finds them all.
+        """
         flat: dict[str, Any] = {}
-        for optimizer, group, p in self._members():
-            name = self._names[p]
-            for key, value in optimizer.state.get(p, {}).items():
+        for name, p, optimizer, group in self._members():
+            for key, value in (optimizer.state.get(p) or _initial_state(optimizer, p, group)).items():
                 flat[f"state.{name}.{key}"] = value
             for key, value in group.items():
                 if key != "params":
@@ -68,55 +70,66 @@ class OptimizersContainer(Stateful):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a flat state; everything is checked before anything changes, tensors are copied bit for bit.
 
+        A parameter may have no state at all (it never had a gradient), and a low-precision one no master (it is
+        rebuilt). Hyperparameters that the state does not have stay as they are.
+
         Raises:
-            ValueError: other parameter names, other shapes, or values of one group that differ (another grouping).
+            ValueError: other parameter names, shapes, groups, or the state of another kind of optimizer.
         """
         states, groups = _unflatten(state_dict)
-        ours = set(self._names.values())
+        members = list(self._members())
+        ours = {name for name, *_ in members}
         if set(groups) != ours or not set(states) <= ours:
             raise ValueError(
                 f"the state belongs to other parameters; missing from it: {sorted(ours - set(groups))}, "
                 f"unknown here: {sorted((set(groups) | set(states)) - ours)}"
             )
-        for _, _, p in self._members():
-            for key, value in states.get(self._names[p], {}).items():
-                if isinstance(value, Tensor) and value.ndim > 0 and value.shape != p.shape:
-                    raise ValueError(
-                        f"state.{self._names[p]}.{key} has shape {tuple(value.shape)}, its parameter {tuple(p.shape)}"
-                    )
-        loaded = [
-            (group, _common_values([(self._names[p], groups[self._names[p]]) for p in group["params"]]))
-            for optimizer in self.optimizers
-            for group in optimizer.param_groups
-        ]
-        for optimizer, _, p in self._members():
-            state = {
-                key: value.to(p.device).clone() if isinstance(value, Tensor) else copy.deepcopy(value)
-                for key, value in states.get(self._names[p], {}).items()
-            }
+        for name, p, optimizer, group in members:
+            _check_state(name, p, states.get(name, {}), _initial_state(optimizer, p, group))
+        names = {p: name for name, p, *_ in members}
+        loaded = []
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                values = _common_values([(names[p], groups[names[p]]) for p in group["params"]])
+                _check_group(names[group["params"][0]], values, group)
+                if "step" in group and "step" not in values and "exp_avg" in states.get(names[group["params"][0]], {}):
+                    raise ValueError(f"the group of {names[group['params'][0]]!r} has moments but no step in the state")
+                loaded.append((names[group["params"][0]], group, values))
+        _check_separate(loaded)
+        for name, p, optimizer, _ in members:
+            state = {key: loaded_copy(torch.as_tensor(value), p) for key, value in states.get(name, {}).items()}
             optimizer.state.pop(p, None)
             if state:
                 optimizer.state[p] = state
-        for group, values in loaded:
+        for _, group, values in loaded:
             for key, value in values.items():
                 assign_(group, key, value)
 
-    def _members(self) -> Iterator[tuple[torch.optim.Optimizer, dict[str, Any], Tensor]]:
+    def _members(self) -> Iterator[tuple[str, Tensor, torch.optim.Optimizer, dict[str, Any]]]:
+        names = {p: name for name, p in self.model.named_parameters()}
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 for p in group["params"]:
-                    yield optimizer, group, p
+                    if p not in names:
+                        raise ValueError(f"a parameter of shape {tuple(p.shape)} is optimized but not in the model")
+                    yield names[p], p, optimizer, group
 
 
 def assign_(group: dict[str, Any], key: str, value: Any) -> None:
     """Set ``group[key]``: a tensor is filled, so that whoever holds it sees the value; a number stays a number."""
     current = group.get(key)
     if isinstance(current, Tensor):
-        current.copy_(torch.as_tensor(value))
+        current.copy_(torch.as_tensor(value).reshape(current.shape))
     elif isinstance(value, Tensor):
         group[key] = value.item() if isinstance(current, (int, float)) else value.clone()
     else:
         group[key] = copy.deepcopy(value)
+
+
+def _initial_state(optimizer: torch.optim.Optimizer, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    if isinstance(optimizer, MatrixOptimizerWithAuxAdamW):
+        return optimizer.initial_state(p, group)
+    return initial_adam_state(p)
 
 
 def _unflatten(flat: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
@@ -130,6 +143,30 @@ def _unflatten(flat: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict
     return parts["state"], parts["param_groups"]
 
 
+def _check_state(name: str, p: Tensor, saved: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    """``saved`` is empty, or has what ``expected`` has; the master may be missing."""
+    if saved and set(saved) | {"master_param"} != set(expected) | {"master_param"}:
+        raise ValueError(
+            f"{name!r} needs the state {sorted(expected)}, got {sorted(saved)}: another kind of optimizer?"
+        )
+    for key, value in saved.items():
+        shape = tuple(getattr(value, "shape", ()))
+        wanted = () if key == "step" else tuple(p.shape)
+        if shape != wanted:
+            raise ValueError(f"state.{name}.{key} has shape {shape}, its parameter {tuple(p.shape)}")
+
+
+def _check_group(name: str, saved: dict[str, Any], group: dict[str, Any]) -> None:
+    """Hyperparameters that are known here, each of the size that it has here."""
+    unknown = set(saved) - set(group) - {"initial_lr"}
+    if unknown or "lr" not in saved:
+        problem = f"unknown {sorted(unknown)}" if unknown else "no lr"
+        raise ValueError(f"the group of {name!r} has {problem} in the state: another kind of optimizer?")
+    for key, value in saved.items():
+        if isinstance(value, Tensor) and isinstance(group.get(key), (Tensor, int, float)) and value.numel() != 1:
+            raise ValueError(f"param_groups.{name}.{key} must be one number, got shape {tuple(value.shape)}")
+
+
 def _common_values(members: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
     """The values that all members of a group agree on; they must agree on all."""
     first_name, values = members[0]
@@ -141,6 +178,18 @@ def _common_values(members: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
                     f"{values.get(key)!r} and {others.get(key)!r}; was it saved with other lr_multipliers or decay?"
                 )
     return values
+
+
+def _check_separate(loaded: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
+    """No two groups come from one: what was built apart has another base lr or decay in the state, too."""
+    for i, (name, _, values) in enumerate(loaded):
+        for other, _, others in loaded[:i]:
+            keys = ("initial_lr", "weight_decay")
+            if all(key in values and key in others and _equal(values[key], others[key]) for key in keys):
+                raise ValueError(
+                    f"{other!r} and {name!r} share a group in the state but not here: initial_lr "
+                    f"{values['initial_lr']!r}; was it saved with other lr_multipliers or decay?"
+                )
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -188,6 +237,8 @@ class LRSchedulersContainer(Stateful):
         """
         state_dict = copy.deepcopy(state_dict)
         states = state_dict.pop("schedulers", [state_dict])
+        if not all(isinstance(state, Mapping) and {"base_lrs", "last_epoch"} <= set(state) for state in states):
+            raise ValueError(f"no scheduler state: it has {sorted(state_dict)}, not base_lrs and last_epoch")
         if len(states) != len(self.schedulers):
             raise ValueError(
                 f"the state has {len(states)} schedulers, this container {len(self.schedulers)}; "

@@ -15,11 +15,22 @@ def compute_dtype(param: Tensor) -> torch.dtype:
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
+def matching(x: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
+    """``x`` in ``dtype`` on the device and with the strides of ``param``; a copy only where it must be.
+
+    torch's fused kernels walk the storage of all their tensors in step, whatever the strides say.
+    """
+    if x.dtype == dtype and x.device == param.device and x.stride() == param.stride():
+        return x
+    return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(x)
+
+
 def working_copy(param: Tensor, state: dict[str, Any], master_weights: bool) -> Tensor:
     """The tensor that the update rule modifies in place: the parameter itself, or its float32 master.
 
-    A master is made at first use and kept in ``state["master_param"]``. Elements of the parameter that are no longer
-    the rounded master were changed from outside (weights loaded, an average swapped in): they win.
+    The master lives in ``state["master_param"]``; a state without one gets it from the parameter. Elements of the
+    parameter that are no longer the rounded master were changed from outside (weights loaded, an average swapped
+    in): they win.
     """
     if param.dtype not in LOW_PRECISION:
         return param.detach()

@@ -8,8 +8,9 @@ from typing import Any
 from torch import Tensor
 
 from torch_impl.aux_adamw import MatrixOptimizerWithAuxAdamW, adjusted_lr_scale
+from torch_impl.config import MuonConfig
 from torch_impl.momentum import active_slices, descent_direction, update_momentum_
-from torch_impl.newton_schulz import Triple, newton_schulz, resolve_coefficients
+from torch_impl.newton_schulz import Triple, newton_schulz
 from torch_impl.routing import EXPERT
 
 
@@ -34,6 +35,11 @@ class MuonWithAuxAdamW(MatrixOptimizerWithAuxAdamW):
         capturable: keep lr on the device as a tensor that schedulers fill in place.
         master_weights: keep float32 masters of bfloat16 and float16 parameters.
 
+    Groups may override every one of them; the key of ``adam_betas`` in a group is "betas", as in torch.
+
+    Raises:
+        TypeError, ValueError: a wrong value, see torch_impl.config; a parameter without a role.
+
     Source: Jordan et al. 2024; shape adjustment of Liu et al. 2025 (arXiv 2502.16982).
     """
 
@@ -55,19 +61,26 @@ class MuonWithAuxAdamW(MatrixOptimizerWithAuxAdamW):
         capturable: bool = True,
         master_weights: bool = True,
     ) -> None:
-        resolve_coefficients(ns_coefficients, ns_steps)
-        self._newton_schulz = {"ns_steps": ns_steps, "ns_dtype": ns_dtype, "ns_coefficients": ns_coefficients}
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "betas": adam_betas,
-            "eps": eps,
-            "muon_momentum": muon_momentum,
-            "muon_lr_scale": muon_lr_scale,
-            "nesterov": nesterov,
-            "capturable": capturable,
-            "master_weights": master_weights,
-        }
+        config = MuonConfig(
+            fused=True,
+            lr=lr,
+            weight_decay=weight_decay,
+            adam_betas=adam_betas,
+            eps=eps,
+            muon_momentum=muon_momentum,
+            muon_lr_scale=muon_lr_scale,
+            ns_steps=ns_steps,
+            ns_dtype=ns_dtype,
+            ns_coefficients=ns_coefficients,
+            nesterov=nesterov,
+            capturable=capturable,
+            master_weights=master_weights,
+        )
+        keys = (
+            *("lr", "weight_decay", "eps", "muon_momentum", "muon_lr_scale", "ns_steps", "ns_dtype"),
+            *("ns_coefficients", "nesterov", "capturable", "master_weights"),
+        )
+        defaults = {"betas": config.adam_betas, **{key: getattr(config, key) for key in keys}}
         super().__init__(params, roles, defaults)
 
     def matrix_update_(
@@ -77,7 +90,8 @@ class MuonWithAuxAdamW(MatrixOptimizerWithAuxAdamW):
         active = active_slices(grad) if role == EXPERT else None
         update_momentum_(momentum_buffer, grad, group["muon_momentum"], active)
         direction = descent_direction(momentum_buffer, grad, group["muon_momentum"], group["nesterov"])
-        update = newton_schulz(direction, **self._newton_schulz).to(working.dtype)  # type: ignore[arg-type]
+        options = {key: group[key] for key in ("ns_steps", "ns_dtype", "ns_coefficients")}
+        update = newton_schulz(direction, **options).to(working.dtype)
         decay = 1.0 - group["lr"] * group["weight_decay"]
         adjusted_lr = group["lr"] * adjusted_lr_scale(working.shape, group["muon_lr_scale"])
         if active is None:

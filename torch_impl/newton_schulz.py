@@ -108,7 +108,7 @@ def newton_schulz(
     if tall:
         X = X.mT
     shape = X.shape
-    X = X.reshape(-1, *shape[-2:])
+    X = X.reshape(math.prod(shape[:-2]), *shape[-2:])
     # square().sum() adds pairwise; torch's float32 norm on CPU does not and errs by 5e-3 on large matrices
     wide = X if X.dtype == torch.float64 else X.float()
     norm = wide.square().sum(dim=(-2, -1), keepdim=True).sqrt()
