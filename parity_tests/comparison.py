@@ -11,6 +11,7 @@ from parity_tests.backends.base import Arrays, Record
 from parity_tests.backends.reference_backend import ReferenceRun, Stages
 from parity_tests.cases import Case
 from parity_tests.diagnosis import diagnose
+from parity_tests.problems import to_bfloat16
 from parity_tests.tolerances import (
     BFLOAT16_BLOCK,
     BFLOAT16_PAIR,
@@ -23,6 +24,8 @@ from parity_tests.tolerances import (
     FLOAT64,
     LR_FLOAT32,
     LR_FLOAT64,
+    ROUNDED_MASTER,
+    SAME_PARAMETERS,
     Tier,
     Tolerance,
     block_error,
@@ -127,11 +130,12 @@ class Comparer:
         checks = []
         for name in right.params:
             if (name in left.state) != (name in right.state):
-                checks.append(Check("state", name, np.inf, EXACT))
+                checks.append(Check("state", name, np.inf, SAME_PARAMETERS))
                 continue
             checks.append(self._compare_update(pair, name))
             if name in right.state:
                 checks += self._compare_state(pair, name, left, right)
+                checks.append(self._compare_params(pair, name))
                 checks.append(self._compare_lr(name, left, right))
         return checks
 
@@ -153,6 +157,21 @@ class Comparer:
             tolerance = FLOAT64
         floor = update_floor("float64" if self.tier.name == "float64" else "float32", p, right)
         return Check("update", name, relative_error(left, right), tolerance._replace(value=tolerance.value + floor))
+
+    def _compare_params(self, pair: tuple[str, str], name: str) -> Check:
+        """The parameters themselves; where masters are compared, they must be the rounded masters, bit for bit."""
+        values = [self.records[side].params[name] for side in pair]
+        if self.tier.name == "bfloat16" and self.oracle.counts_per_group():
+            masters = [self.records[side].state[name].get("master_param") for side in pair]
+            unequal = sum(
+                int(np.sum(value != to_bfloat16(master)))
+                for side, value, master in zip(pair, values, masters, strict=True)
+                if side != "reference" and master is not None
+            )
+            return Check("state", name, float(unequal), ROUNDED_MASTER)
+        if self.tier.name == "bfloat16":
+            return Check("state", name, elementwise_error(*values), _rounding(pair))
+        return Check("state", name, relative_error(*values), FLOAT64 if self.tier.name == "float64" else FLOAT32)
 
     def _compare_orthogonalized(self, pair: tuple[str, str], name: str) -> Check:
         """bfloat16 results are compared as orthogonalized matrices, where the singular values carry information."""
@@ -211,6 +230,7 @@ class Comparer:
         state_before = {key: value for key, value in state.get(name, {}).items() if key != "master_param"}
         if not state_before and name in self.oracle.roles:
             state_before = dict(self.start_state[name])
+        master = self.records[suspect].state.get(name, {}).get("master_param")
         finding = diagnose(
             self.oracle,
             name,
@@ -219,7 +239,9 @@ class Comparer:
             self.records[suspect],
             self.grads[name],
             self.t,
-            lambda x, y: relative_error(x, y) <= (FLOAT64 if self.tier.name == "float64" else FLOAT32).value,
+            self._is_close,
+            self._noise(name),
+            None if master is None else to_bfloat16(master),
         )
         gap = np.abs(finding.found - finding.expected)
         gap = np.where(np.isfinite(gap), gap, np.inf)
@@ -241,6 +263,28 @@ class Comparer:
             error=check.error,
             tolerance=check.tolerance,
         )
+
+    def _rounds_state(self) -> bool:
+        """Whether moments and parameters are stored in bfloat16, without masters."""
+        return self.tier.precision.params == "bfloat16" and not self.oracle.counts_per_group()
+
+    def _is_close(self, found: np.ndarray, expected: np.ndarray) -> bool:
+        if self._rounds_state():
+            return elementwise_error(found, expected) <= BFLOAT16_ROUNDING.value
+        return relative_error(found, expected) <= (FLOAT64 if self.tier.name == "float64" else FLOAT32).value
+
+    def _noise(self, name: str) -> float:
+        """Frobenius norm of what rounding usually does to the update of ``name``: a share of what is allowed."""
+        update, p = self.records["reference"].updates[name], self.start[name]
+        size = float(np.linalg.norm(update))
+        if self._rounds_state():
+            return 2.0**-9 * float(np.linalg.norm(p))
+        if self.tier.precision.ns == "bfloat16" and name in self.stages:
+            return 0.06 * size  # of a whole bfloat16 Newton-Schulz result
+        base = FLOAT64 if self.tier.name == "float64" else FLOAT32_SINGULAR if self.singular.get(name) else FLOAT32
+        return (
+            base.value / 4 + update_floor("float64" if self.tier.name == "float64" else "float32", p, update) / 4
+        ) * size
 
     def explain_ratio(self, total: int) -> Divergence | None:
         """The bfloat16 tier's last question: is one side clearly less accurate than the other?"""

@@ -6,16 +6,16 @@ as it is visible. What is left shows in the update dp alone, and each stage leav
     learning rate    dp' is a multiple of dp as a whole, decay included
     decay            dp' - dp is a multiple of p; or dp' without decay is (1 - lr weight_decay) times what it should be
     scale            dp' without decay is another multiple of it
-    newton-schulz    the singular vectors are right, the singular values are not; or the result is transposed
-    nesterov         the singular vectors belong to another matrix
-    denominator      Adam's counterpart of the last two: moments are right, their quotient is not
+    nesterov         another mix of gradient and momentum was orthogonalized
+    newton-schulz    no mix gives this result: singular values are off, or it is transposed, or badly rounded
+    denominator      for Adam, instead of the last three: moments are right, their quotient is not
     apply            something else happened between the direction and the parameter
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,7 @@ from parity_tests.backends.reference_backend import ReferenceRun, Stages
 from parity_tests.tolerances import relative_error
 
 NORM_EPS = 1e-7  # of Newton-Schulz
-EXPLAINED = 1e-2  # a hypothesis holds when it leaves less than this of the difference unexplained
+EXPLAINED = 1e-2  # a hypothesis holds when it leaves less than this of the difference, or rounding, unexplained
 
 
 class Finding(NamedTuple):
@@ -60,6 +60,8 @@ def diagnose(
     grad: np.ndarray | None,
     updates_done: int,
     is_close: Callable[[np.ndarray, np.ndarray], bool],
+    noise: float,
+    rounded: np.ndarray | None = None,
 ) -> Finding:
     """The first stage at which ``record`` departs from one update of the oracle.
 
@@ -71,6 +73,8 @@ def diagnose(
         grad: gradient, or None.
         updates_done: before this update.
         is_close: tolerance of the tier for states.
+        noise: Frobenius norm of what rounding may do to the update in this tier.
+        rounded: what the parameter must be, if it has a master.
     """
     update = record.updates[name]
     if (name in run.roles) != (name in record.state):
@@ -88,79 +92,120 @@ def diagnose(
     for key, expected in stages.state.items():
         if not is_close(record.state[name][key], expected):
             return Finding(STATE_STAGES[key], f"{key} differs after the update", record.state[name][key], expected)
-    return _diagnose_update(update, stages, run.options.get("ns_steps", 0))
+    if rounded is not None and (record.params[name] != rounded).any():
+        return Finding("apply", "the parameter is not its rounded master", record.params[name], rounded)
+    return _UpdateDiagnosis(stages, grad, noise, run.options).find(update)
 
 
-def _diagnose_update(found: np.ndarray, stages: Stages, ns_steps: int) -> Finding:
-    p, lr, decay = stages.before, stages.lr, stages.decay
-    expected = stages.after - p
+class _UpdateDiagnosis:
+    """Explains an update whose state, learning rate and decay coefficient are known to be right."""
 
-    def finding(stage: str, note: str) -> Finding:
-        return Finding(stage, note, found, expected)
+    def __init__(self, stages: Stages, grad: np.ndarray, noise: float, options: Mapping[str, Any]) -> None:
+        self.stages, self.grad, self.noise, self.options = stages, grad, noise, options
 
-    broken = ~np.isfinite(found)
-    if broken.any():
-        everywhere = stages.direction is not None and broken.all(axis=(-2, -1)).any()
-        stage = "newton-schulz" if everywhere else "apply"
-        return finding(stage, f"{broken.sum()} of {broken.size} entries are not finite; the state is")
-    if not found.any():
-        return finding("apply", "the parameter did not move; its state did")
-    if stages.active is not None and np.any(np.where(stages.active, 0.0, found)):
-        return finding("idle experts", "an expert without a gradient moved")
-    gap = float(np.linalg.norm(found - expected))
-    factor = _multiple(found, expected, gap)
-    if factor is not None and lr * decay * np.linalg.norm(p) * abs(factor - 1) > EXPLAINED * gap:
-        return finding("learning rate", f"the whole update is {factor:.6g} times what it should be")
-    factor = _multiple(found - expected, p, gap)
-    if factor is not None:
-        return finding("decay", f"p is scaled by {1 - lr * decay + factor:.6g} instead of {1 - lr * decay:.6g}")
-    step_found, step = found + lr * decay * p, -stages.scaled_lr * stages.unscaled
-    factor = _multiple(step_found, step, gap)
-    if factor is not None:
-        if decay and abs(factor - (1 - lr * decay)) < EXPLAINED * lr * decay:
-            return finding("decay", "it was applied after the step instead of before")
-        return finding("scale", f"the step is {factor:.6g} times what it should be")
-    if stages.direction is None:
-        return finding("denominator", "both moments are right, their quotient is not")
-    return finding(*_matrix_stage(-step_found / stages.scaled_lr, stages.unscaled, stages.direction, ns_steps))
+    def find(self, found: np.ndarray) -> Finding:
+        stage, note = self._first_stage(found, self.stages.after - self.stages.before)
+        return Finding(stage, note, found, self.stages.after - self.stages.before)
 
-
-def _matrix_stage(found: np.ndarray, expected: np.ndarray, direction: np.ndarray, ns_steps: int) -> tuple[str, str]:
-    shape = (-1, *direction.shape[-2:])
-    slices = list(zip(found.reshape(shape), expected.reshape(shape), direction.reshape(shape), strict=True))
-    X, Y, G = max(slices, key=lambda triple: relative_error(triple[0], triple[1]))
-    gap = float(np.linalg.norm(X - Y))
-    if X.shape[0] == X.shape[1] and np.linalg.norm(X.T - Y) < EXPLAINED * gap:
-        return "newton-schulz", "the orthogonalized matrix is transposed"
-    U, s, Vt = np.linalg.svd(G, full_matrices=False)
-    kept = s > 1e-6 * s[0]
-    core = np.diag(U[:, kept].T @ X @ Vt[kept].T)
-    outside = float(np.linalg.norm(X - (U[:, kept] * core) @ Vt[kept]))
-    if outside < EXPLAINED * gap:
-        factor = _input_scale(X, Y, G, ns_steps, gap)
+    def _first_stage(self, found: np.ndarray, expected: np.ndarray) -> tuple[str, str]:
+        stages, p, lr, decay = self.stages, self.stages.before, self.stages.lr, self.stages.decay
+        broken = ~np.isfinite(found)
+        if broken.any():
+            everywhere = stages.direction is not None and broken.all(axis=(-2, -1)).any()
+            stage = "newton-schulz" if everywhere else "apply"
+            return stage, f"{broken.sum()} of {broken.size} entries are not finite; the state is"
+        if not found.any():
+            return "apply", "the parameter did not move; its state did"
+        if stages.active is not None and np.any(np.where(stages.active, 0.0, found)):
+            return "idle experts", "an expert without a gradient moved"
+        gap = float(np.linalg.norm(found - expected))
+        left = EXPLAINED * gap + self.noise
+        factor = _multiple(found, expected, left)
+        if factor is not None and lr * decay * np.linalg.norm(p) * abs(factor - 1) > left:
+            return "learning rate", f"the whole update is {factor:.6g} times what it should be"
+        factor = _multiple(found - expected, p, left)
         if factor is not None:
-            return "nesterov", f"{factor:.4g} times the right matrix was orthogonalized; only the norm's eps shows it"
-        return "newton-schulz", f"singular values {np.round(core, 4)[:4]} where the input's singular vectors are right"
-    return "nesterov", f"another matrix was orthogonalized: {outside:.2g} of the result lies off its singular vectors"
+            return "decay", f"p is scaled by {1 - lr * decay + factor:.6g} instead of {1 - lr * decay:.6g}"
+        step_found, step = found + lr * decay * p, -stages.scaled_lr * stages.unscaled
+        factor = _multiple(step_found, step, left)
+        if factor is not None:
+            if decay and abs(factor - (1 - lr * decay)) * np.linalg.norm(step) < left:
+                return "decay", "it was applied after the step instead of before"
+            if stages.direction is None:
+                cause = "the bias correction, eps, or an lr that only the step saw"
+                return "denominator", f"the step is {factor:.6g} times what it should be everywhere: {cause}"
+            return "scale", f"the step is {factor:.6g} times what it should be"
+        if stages.direction is None:
+            return "denominator", "both moments are right, their quotient is not"
+        return self._matrix_stage(-step_found / stages.scaled_lr)
+
+    def _matrix_stage(self, found: np.ndarray) -> tuple[str, str]:
+        stages = self.stages
+        assert stages.direction is not None
+        shape = (-1, *found.shape[-2:])
+        arrays = (found, stages.unscaled, stages.direction, self.grad, stages.state["momentum_buffer"])
+        slices = list(zip(*(x.reshape(shape) for x in arrays), strict=True))
+        X, Y, G, g, M = max(slices, key=lambda parts: relative_error(parts[0], parts[1]))
+        left = EXPLAINED * float(np.linalg.norm(X - Y)) + self.noise / stages.scaled_lr
+        if X.shape[0] == X.shape[1] and np.linalg.norm(X.T - Y) < left:
+            return "newton-schulz", "the orthogonalized matrix is transposed"
+        factor = self._input_scale(X, Y, G, left)
+        if factor is not None:
+            mu = self.options["muon_momentum"]
+            if min(abs(factor / known - 1) for known in (1 + mu, 1 / (1 + mu), (1 + 2 * mu) / (1 + mu) ** 2)) < 1e-3:
+                return "nesterov", f"{factor:.4g} times the right matrix was orthogonalized; only eps shows it"
+            return "newton-schulz", f"eps of the norm is {NORM_EPS / factor:.3g} instead of {NORM_EPS:g}"
+        share, distance = self._mix(X, g, M)
+        if distance < left:
+            mixed = "the momentum alone" if share == np.inf else f"gradient + {share:.4g} x momentum"
+            return "nesterov", f"{mixed} was orthogonalized"
+        U, _, Vt = np.linalg.svd(G, full_matrices=False)
+        core = np.diag(U.T @ X @ Vt.T)
+        return (
+            "newton-schulz",
+            f"no mix of gradient and momentum gives this; in the singular basis of the right one it is "
+            f"{np.round(core, 3)[:4]}, expected {np.round(np.diag(U.T @ Y @ Vt.T), 3)[:4]}",
+        )
+
+    def _input_scale(self, X: np.ndarray, Y: np.ndarray, G: np.ndarray, left: float) -> float | None:
+        """c for which X is the orthogonalized c G, where Y is that of G; None if it is not.
+
+        Scaling the input changes ||G|| / (||G|| + eps) a little, so X - Y is a small multiple of how Y answers to that.
+        """
+        norm, h = float(np.linalg.norm(G)), 1e-6
+        scaled_eps = (norm + NORM_EPS) / (1 + h) - norm
+        response = (reference.newton_schulz(G, self.options["ns_steps"], eps=scaled_eps) - Y) / h
+        shift = _multiple(X - Y, response, left)
+        limit = NORM_EPS / (norm + NORM_EPS)
+        if shift is None or shift >= limit or abs(shift) < 1e-3 * limit:
+            return None
+        return 1 / (1 - shift / limit)
+
+    def _mix(self, X: np.ndarray, g: np.ndarray, M: np.ndarray) -> tuple[float, float]:
+        """(r, distance): the r for which the orthogonalized g + r M comes nearest to X, and how near."""
+        sizes = float(np.linalg.norm(g)), float(np.linalg.norm(M))
+        if not all(sizes):
+            return np.inf, np.inf
+
+        def distance(angle: float) -> float:
+            mixed = np.cos(angle) * g / sizes[0] + np.sin(angle) * M / sizes[1]
+            return float(np.linalg.norm(reference.newton_schulz(1e6 * mixed, self.options["ns_steps"]) - X))
+
+        low, high = -np.pi / 2, np.pi / 2
+        for _ in range(12):
+            angles = np.linspace(low, high, 25)
+            best = int(np.argmin([distance(angle) for angle in angles]))
+            low, high = angles[max(best - 1, 0)], angles[min(best + 1, 24)]
+        angle = angles[best]
+        if abs(np.cos(angle)) < 1e-6:
+            return np.inf, distance(angle)
+        return float(np.tan(angle)) * sizes[0] / sizes[1], distance(angle)
 
 
-def _input_scale(X: np.ndarray, Y: np.ndarray, G: np.ndarray, ns_steps: int, gap: float) -> float | None:
-    """c for which X is the orthogonalized c G, where Y is that of G; None if it is not.
-
-    Scaling the input changes ||G|| / (||G|| + eps) a little, so X - Y is a small multiple of how Y answers to that.
-    """
-    norm, h = float(np.linalg.norm(G)), 1e-6
-    response = (reference.newton_schulz(G, ns_steps, eps=(norm + NORM_EPS) / (1 + h) - norm) - Y) / h
-    shift = _multiple(X - Y, response, gap)
-    if shift is None or shift * norm >= NORM_EPS:
-        return None
-    return 1 / (1 - shift * (norm + NORM_EPS) / NORM_EPS)
-
-
-def _multiple(x: np.ndarray, y: np.ndarray, gap: float) -> float | None:
-    """c such that x - c y leaves little of the difference that is to be explained; None if there is no such c."""
+def _multiple(x: np.ndarray, y: np.ndarray, left: float) -> float | None:
+    """c such that no more than ``left`` remains of x - c y; None if there is no such c."""
     norm = float((y * y).sum())
     if norm == 0.0:
         return None
     c = float((x * y).sum()) / norm
-    return c if np.linalg.norm(x - c * y) < EXPLAINED * gap else None
+    return c if np.linalg.norm(x - c * y) < left else None

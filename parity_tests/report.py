@@ -194,17 +194,15 @@ def _training_verdict(t: TrainingResult) -> str:
 
 
 def _training_failure(t: TrainingResult) -> str:
-    limit, reason = np.inf, "float32 may drift, but stays finite"
-    if t.dtype == "float64":
-        limit, reason = TRAINING_FLOAT64.value, f"{TRAINING_FLOAT64.name}: {TRAINING_FLOAT64.reason}"
-    first = int(np.argmin(np.isfinite(t.total_distance) & (t.total_distance <= limit)))
+    first = int(np.argmin(np.isfinite(t.total_distance) & (t.total_distance <= t.limits)))
     worst = int(np.argmax(t.tensor_distances[first]))
     steps = t.snapshot_steps
     return (
         f"training {t.run.name} ({t.dtype}): torch and jax part\n"
         f"  first at     snapshot after {steps[first]} of {steps[-1]} steps, tensor {t.names[worst]}: distance "
         f"{t.tensor_distances[first, worst]:.3g}\n"
-        f"  error        {t.final_distance:.3g} at the end, allowed {limit:.3g}\n"
-        f"  tolerance    {reason}\n"
+        f"  error        {t.total_distance[first]:.3g} there, {t.final_distance:.3g} at the end, "
+        f"allowed {t.tolerance.value:.3g}\n"
+        f"  tolerance    {t.tolerance.name}: {t.tolerance.reason}\n"
         f"  run it alone python -m parity_tests -k 'training {t.run.name}' --dtype {t.dtype} --steps {steps[-1]}"
     )

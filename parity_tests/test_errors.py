@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import torch
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -140,12 +142,62 @@ def test_jax_only():
         jax_impl.learning_rates({"a": jnp.zeros(2)})
 
 
+def test_jax_names_and_shapes():
+    with pytest.raises(ValueError, match=r"two parameters are called 'a\.b'"):
+        jax_impl.build_optimizer({"a.b": jnp.zeros(2), "a": {"b": jnp.zeros(2)}}, "adamw", lr=0.1)
+    params = {"a": jnp.zeros(4)}
+    transform = jax_impl.build_optimizer(params, "adamw", lr=0.1)
+    with pytest.raises(ValueError, match=r"gradient of 'a' has shape \(1,\), the parameter \(4,\)"):
+        transform.update({"a": jnp.zeros(1)}, transform.init(params), params)
+    for options, message in (
+        ({"ns_dtype": "fp8"}, "ns_dtype must be one of"),
+        ({"muon_momentum": 5.0}, r"must be in \[0, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            jax_impl.scale_by_muon(**options)
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "float8_e4m3fn", "int32"])
+def test_parameters_of_other_kinds(dtype):
+    with pytest.raises(TypeError, match="must be float64, float32, bfloat16 or float16"):
+        jax_impl.build_optimizer({"a": jnp.zeros(2, dtype)}, "adamw", lr=0.1)
+    if dtype != "int32":  # torch trains no integers
+        model = nn.Module()
+        model.register_parameter("a", nn.Parameter(torch.zeros(2, dtype=getattr(torch, dtype))))
+        with pytest.raises(TypeError, match="must be float64, float32, bfloat16 or float16"):
+            torch_impl.build_optimizer(model, "adamw", lr=0.1, fused=True)
+
+
 def test_torch_only():
     model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=r"model must be an nn\.Module, got list"):
+        torch_impl.build_optimizer(list(model.parameters()), "adamw", lr=0.1, fused=True)
+    with pytest.raises(TypeError, match="must come from build_optimizer, got SGD"):
+        torch_impl.build_lr_scheduler(torch.optim.SGD(model.parameters(), lr=0.1), "wsd")
+    roles = {model.weight: "matrix", model.bias: "adamw"}
+    for options, error in (
+        ({"ns_dtype": "fp8"}, ValueError),
+        ({"lr": -1.0}, ValueError),
+        ({"adam_betas": 1}, TypeError),
+    ):
+        with pytest.raises(error):
+            torch_impl.MuonWithAuxAdamW(model.parameters(), roles, **{"lr": 0.1, **options})
+    with pytest.raises(TypeError, match=r"a group has no \['adam_betas'\]"):
+        torch_impl.MuonWithAuxAdamW([{"params": [model.bias], "adam_betas": (0.9, 0.9)}], roles, lr=0.1)
     with pytest.raises(ValueError, match="has no role"):
         torch_impl.MuonWithAuxAdamW(model.parameters(), {model.weight: "matrix"}, lr=0.1)
     with pytest.raises(ValueError, match="'expert' does not fit a parameter of shape"):
         torch_impl.MuonWithAuxAdamW([model.weight], {model.weight: "expert"}, lr=0.1)
+
+
+def test_numpy_scalars_are_numbers():
+    kwargs = dict(lr=np.float32(0.5), fused=True, weight_decay=np.float64(0.25), lr_multipliers={"fc": 2})
+    for table in (
+        torch_impl.route_parameters(torch_model(), "adamw", **kwargs),
+        jax_impl.route_parameters(jax_params(), "adamw", **kwargs),
+    ):
+        assert sorted(route.lr for route in table) == [0.5, 1.0, 1.0]
+        assert all(type(route.lr) is float for route in table)
 
 
 def test_omegaconf_containers_are_plain_values():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import nnx
+from flax import nnx, serialization
 from flax.training.train_state import TrainState
 
 import jax_impl
@@ -186,18 +186,85 @@ def test_state_survives_donation_and_scan():
 
 @pytest.mark.parametrize("optimizer_type", ["adam", "adamw", "muonwithauxadamw"])
 def test_inside_optax_chains(optimizer_type):
-    """Clipped in front and scaled behind: the same update as on clipped gradients by hand."""
+    """Clipped in front: the same as on gradients clipped by hand, and another second update than unclipped.
+
+    First updates do not depend on the size of a gradient; the second do, as the first was clipped and it was not.
+    """
     params = small_params()
-    grads = jax.tree.map(lambda p: 10.0 * jnp.ones_like(p), params)
+    sizes = (10.0, 0.1)  # nine entries: norms of 30 and 0.3
     options = OPTIONS if optimizer_type == "muonwithauxadamw" else {"lr": LR}
     tx = jax_impl.build_optimizer(params, optimizer_type, **options)
-    chained = optax.chain(optax.clip_by_global_norm(1.0), tx)
-    found, state = chained.update(grads, chained.init(params), params)
-    clipped = jax.tree.map(lambda g: g / 30.0, grads)  # nine entries of 10: the norm is 30
-    expected, _ = tx.update(clipped, tx.init(params), params)
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-5)
+
+    def run(tx, scales):
+        p, state = params, tx.init(params)
+        for size, scale in zip(sizes, scales, strict=True):
+            sign = {"up": {"kernel": jnp.array([[1.0, -1, 1], [1, 1, -1]]), "bias": jnp.ones(3)}}
+            sign = sign if size > 1 else jax.tree.map(jnp.flip, sign)
+            grads = jax.tree.map(lambda s, factor=size * scale: (factor * s).astype(jnp.float32), sign)
+            updates, state = tx.update(grads, state, p)
+            p = optax.apply_updates(p, updates)
+        return updates, state
+
+    found, state = run(optax.chain(optax.clip_by_global_norm(1.0), tx), (1.0, 1.0))
+    expected, _ = run(tx, (1 / 30.0, 1.0))
+    unclipped, _ = run(tx, (1.0, 1.0))
+    for a, b, c in zip(*map(jax.tree.leaves, (found, expected, unclipped)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4)
+        assert np.abs(a - c).max() > 1e-2 * np.abs(a).max()
     assert [float(lr) for lr in jax_impl.learning_rates(state).values()] == [np.float32(LR)]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_x64_off(dtype):
+    """What every Flax user has: the same trajectory as with x64 on, to float32 rounding."""
+
+    def run(x64):
+        with jax.enable_x64(x64):
+            params = jax.tree.map(lambda p: jnp.asarray(np.asarray(p), dtype), start)
+            schedule = jax_impl.build_lr_schedule("wsd", **SCHEDULE)
+            tx = jax_impl.build_optimizer(params, "muonwithauxadamw", lr_schedule=schedule, **OPTIONS)
+            state = tx.init(params)
+            for g in gradients:
+                grads = jax.tree.map(lambda x: jnp.asarray(x, dtype), g)
+                updates, state = jax.jit(tx.update)(grads, state, params)
+                params = optax.apply_updates(params, updates)
+            return jax.tree.map(lambda p: np.asarray(p, np.float64), params), state
+
+    rng = np.random.default_rng(0)
+    start = {"up": {"kernel": rng.normal(size=(6, 5)), "bias": rng.normal(size=5)}}
+    gradients = [jax.tree.map(lambda p: rng.normal(size=p.shape), start) for _ in range(5)]
+    (on, _), (off, state) = run(True), run(False)
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(state)} == {"float32", "int32"}
+    for a, b in zip(jax.tree.leaves(on), jax.tree.leaves(off), strict=True):
+        np.testing.assert_allclose(a, b, atol=FLOAT32 if dtype == "float32" else 2.0**-7)
+
+
+def test_parameters_that_are_none_are_no_parameters():
+    """As partitioned trees and layers without a bias have them."""
+    params = {"up": {"kernel": jnp.ones((2, 3)), "bias": None}, "rest": None}
+    tx = jax_impl.build_optimizer(params, "muonwithauxadamw", **OPTIONS)
+    updates, _ = tx.update(params, tx.init(params), params)
+    moved = optax.apply_updates(params, updates)
+    assert moved["rest"] is None
+    assert moved["up"]["bias"] is None
+    assert (moved["up"]["kernel"] != 1).all()
+    plain = {"up": {"kernel": params["up"]["kernel"]}}
+    same = jax_impl.build_optimizer(plain, "muonwithauxadamw", **OPTIONS)
+    expected, _ = same.update(plain, same.init(plain), plain)
+    assert (updates["up"]["kernel"] == expected["up"]["kernel"]).all()
+
+
+def test_learning_rates_are_found_by_structure():
+    """A parameter may be called learning_rate, states may be restored as dicts, and two optimizers are no one."""
+    params = {"learning_rate": jnp.ones(5), "schedule_count": {"inner": jnp.ones(2)}}
+    tx = jax_impl.build_optimizer(params, "adamw", lr=LR, lr_multipliers={"inner": 2.0})
+    state = tx.init(params)
+    expected = {0: np.float32(LR), 1: np.float32(2 * LR)}
+    assert {g: float(lr) for g, lr in jax_impl.learning_rates(state).items()} == pytest.approx(expected)
+    restored = serialization.to_state_dict(state)
+    assert {g: float(lr) for g, lr in jax_impl.learning_rates(restored).items()} == pytest.approx(expected)
+    with pytest.raises(ValueError, match="found 2"):
+        jax_impl.learning_rates((state, state))
 
 
 def test_no_gradient_leaf_updates_nothing():

@@ -207,7 +207,7 @@ def test_every_mismatch_is_shown_in_full(failing, tmp_path):
     assert "muon-shapes (float64, free-running): jax and reference part" in table
     assert f"allowed {TRAINING_FLOAT64.value:.3g}" in messages[2]
     assert "tensor lm_head.weight: distance 0.001" in messages[2]
-    assert "nan at the end, allowed inf" in messages[3]
+    assert "nan at the end, allowed 0.0001" in messages[3]
     assert not failing.passed
     assert "4 mismatches" in text
     assert "4 MISMATCHES: " in table

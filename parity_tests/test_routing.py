@@ -152,6 +152,30 @@ def test_jax_declared_layers_do_not_count_as_dimensions():
     assert route.adjusted_lr == pytest.approx(LR * 0.2 * 4**0.5)
 
 
+def test_jax_stacked_vectors_are_vectors():
+    """The scales of two layers (2, 3): AdamW's, and without decay where vectors have none."""
+    params = {
+        "layers": {"kernel": jnp.ones((2, 3, 4)), "scale": jnp.ones((2, 3))},
+        "head": {"kernel": jnp.ones((3, 4))},
+    }
+    axes = {
+        "layers": {
+            "kernel": jax_impl.MatrixAxes(fan_out=2, fan_in=1, batch=0),
+            "scale": jax_impl.MatrixAxes(fan_out=1, fan_in=(), batch=0),
+        },
+        "head": None,
+    }
+    options = dict(lr=LR, matrix_axes=axes, weight_decay=0.1, disable_weight_decay_for_1d_params=True)
+    roles = {r.name: (r.role, r.weight_decay) for r in jax_impl.route_parameters(params, "muonwithauxadamw", **options)}
+    assert roles == {
+        "layers.kernel": ("matrix", 0.1),
+        "layers.scale": ("adamw", 0.0),
+        "head.kernel": ("adamw", 0.1),
+    }
+    table = jax_impl.route_parameters(params, "adamw", **options)
+    assert [route.weight_decay for route in table] == [0.1, 0.1, 0.0]
+
+
 def test_jax_takes_shapes_for_parameters():
     shapes = jax.eval_shape(lambda: FLAX)
     assert jax_roles(shapes) == jax_roles(FLAX)

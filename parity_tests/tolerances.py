@@ -77,23 +77,30 @@ TRAINING_FLOAT64 = Tolerance(
     1e-9,
     "relative, all parameters after 200 steps of a real model; rounding alone gives about 1e-14",
 )
-EXACT = Tolerance("exact", 0.0, "step counts are integers")
+TRAINING_FLOAT32_START = Tolerance(
+    "training-float32-start",
+    1e-4,
+    "relative, all parameters at the first snapshot: drift has only begun, 1e-6 is usual",
+)
+EXACT = Tolerance("exact", 0.0, "step counts are integers, and what is not optimized does not move")
+SAME_PARAMETERS = Tolerance("same-parameters", 0.0, "both sides optimize the same parameters")
+ROUNDED_MASTER = Tolerance("rounded-master", 0.0, "a low-precision parameter is its master, rounded, in every entry")
 
 FLOOR_ULPS = 4  # an update taken by subtraction carries the rounding of both ends
 
 
 def update_floor(tier: str, p: np.ndarray, update: np.ndarray) -> float:
-    """eps ||p|| / ||dp||: what taking dp by subtraction costs, relative to dp."""
-    return FLOOR_ULPS * EPS[tier] * float(np.linalg.norm(p)) / max(float(np.linalg.norm(update)), 1e-300)
+    """eps ||p|| / ||dp||: what taking dp by subtraction costs, relative to dp; eps ||p|| where dp is zero."""
+    return FLOOR_ULPS * EPS[tier] * float(np.linalg.norm(p)) / (float(np.linalg.norm(update)) or 1.0)
 
 
 def relative_error(left: np.ndarray, right: np.ndarray) -> float:
-    """||left - right||_F / ||right||_F; 0 if both are zero, infinite where a value is not finite."""
+    """||left - right||_F / ||right||_F; absolute where right is zero, infinite where a value is not finite."""
     with np.errstate(invalid="ignore", over="ignore"):
         difference = float(np.linalg.norm(left - right))
     if not np.isfinite(difference):
         return np.inf
-    return difference / max(float(np.linalg.norm(right)), 1e-300) if difference else 0.0
+    return difference / (float(np.linalg.norm(right)) or 1.0) if difference else 0.0
 
 
 def elementwise_error(left: np.ndarray, right: np.ndarray) -> float:
