@@ -158,7 +158,6 @@ CASES: tuple[Case, ...] = (
         {"lr": 0.02, "weight_decay": 0.2},
         PROBLEMS["gaps"],
         WSD,
-        quick=True,
     ),
     Case(
         "muon-groups",
