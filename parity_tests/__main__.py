@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import platform
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -154,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     summary = Summary(
         title="samestep parity",
-        command=" ".join(("python -m parity_tests", *(sys.argv[1:] if arguments is None else arguments))),
+        command="python -m parity_tests " + shlex.join(sys.argv[1:] if arguments is None else arguments),
         environment=environment(options.device),
         cases=case_results,
         schedules=schedule_results,
