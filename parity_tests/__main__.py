@@ -8,10 +8,13 @@ import platform
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from parity_tests.cases import CASES, SCHEDULE_CASES
 from parity_tests.processes import ENVIRONMENT
@@ -19,6 +22,16 @@ from parity_tests.processes import ENVIRONMENT
 QUICK_STEPS, QUICK_TRAINING_STEPS, TRAINING_STEPS = 20, 30, 200
 IDS = {case.id for case in CASES} | {case.id for case in SCHEDULE_CASES}
 EPILOG = "Exit status: 0 all equal, 1 a mismatch, 2 bad arguments."
+
+
+class Comparison(Protocol):
+    """What every kind of row returns."""
+
+    @property
+    def passed(self) -> bool: ...
+
+
+Result = TypeVar("Result", bound=Comparison)
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -135,33 +148,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
         done += 1
         print(f"[{done:3d}/{total}] {'ok  ' if passed else 'FAIL'} {name} ({seconds:.1f} s)", flush=True)
 
-    case_results = []
-    steps = options.steps or (QUICK_STEPS if options.quick else None)
-    for case, tier, mode in cases:
-        result = run_case(case, tier, mode, backends, steps)
-        case_results.append(result)
-        announce(f"{case.id} {tier.name} {mode}", result.passed, result.seconds)
-    schedule_results = []
-    for schedule_case in schedules:
+    crashes: list[str] = []
+
+    def attempt(name: str, compare: Callable[[], Result]) -> Result | None:
+        """Run one row; an exception is its result and must not cost the others and the report."""
         since = time.perf_counter()
-        schedule_results.append(compare_schedule(schedule_case))
-        announce(f"schedule {schedule_case.id}", schedule_results[-1].passed, time.perf_counter() - since)
+        try:
+            result = compare()
+        except Exception:
+            crashes.append(f"{name} raised an exception\n{traceback.format_exc()}")
+            announce(name, False, time.perf_counter() - since)
+            return None
+        announce(name, result.passed, time.perf_counter() - since)
+        return result
+
+    steps = options.steps or (QUICK_STEPS if options.quick else None)
+    case_results = [
+        attempt(f"{case.id} {tier.name} {mode}", partial(run_case, case, tier, mode, backends, steps))
+        for case, tier, mode in cases
+    ]
+    schedule_results = [attempt(f"schedule {case.id}", partial(compare_schedule, case)) for case in schedules]
     training_results = []
     for run, dtype in trainings:
-        print(f"          training {run.name} {dtype}: {training_steps} steps in both frameworks ...", flush=True)
-        training = run_pair(run, dtype, training_steps, options.device)
-        training_results.append(training)
-        announce(f"training {run.name} {dtype}", training.passed, training.wall_seconds)
+        name = f"training {run.name} {dtype}"
+        print(f"          {name}: {training_steps} steps in both frameworks ...", flush=True)
+        training_results.append(attempt(name, partial(run_pair, run, dtype, training_steps, options.device)))
+    done_trainings = [training for training in training_results if training is not None]
 
     summary = Summary(
         title="samestep parity",
         command="python -m parity_tests " + shlex.join(sys.argv[1:] if arguments is None else arguments),
         environment=environment(options.device),
-        cases=case_results,
-        schedules=schedule_results,
-        trainings=training_results,
-        routing=training_results[0].routing if training_results else {},
+        cases=[result for result in case_results if result is not None],
+        schedules=[result for result in schedule_results if result is not None],
+        trainings=done_trainings,
+        routing=done_trainings[0].routing if done_trainings else {},
         seconds=time.perf_counter() - started,
+        crashes=crashes,
     )
     print(format_table(summary))
     path = options.out / "index.html"

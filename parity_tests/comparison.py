@@ -179,7 +179,9 @@ class Comparer:
         assert stages.direction is not None
         tolerance = BFLOAT16_BLOCK if "reference" in pair else BFLOAT16_PAIR
         if stages.scaled_lr == 0.0:
-            return Check("update", name, relative_error(*(self.records[s].updates[name] for s in pair)), EXACT)
+            updates = [self.records[side].updates[name] for side in pair]
+            allowed = FLOAT32.value + update_floor("float32", stages.before, updates[1]) if stages.lr else 0.0
+            return Check("update", name, relative_error(*updates), EXACT._replace(value=allowed))
         found = [
             -(self.records[s].updates[name] + stages.lr * stages.decay * stages.before) / stages.scaled_lr for s in pair
         ]
@@ -209,7 +211,7 @@ class Comparer:
         return checks
 
     def _compare_lr(self, name: str, left: Record, right: Record) -> Check:
-        tolerance = LR_FLOAT64 if self.tier.name == "float64" else LR_FLOAT32
+        tolerance = self._lr_tolerance()
         peak = self.lr_peak[name]
         difference = abs(left.learning_rates[name] - right.learning_rates[name])
         return Check("lr", name, difference / peak if peak else difference, tolerance)
@@ -240,6 +242,7 @@ class Comparer:
             self.grads[name],
             self.t,
             self._is_close,
+            self._lr_tolerance().value * (self.lr_peak.get(name, 0.0) or 1.0),
             self._noise(name),
             None if master is None else to_bfloat16(master),
         )
@@ -263,6 +266,9 @@ class Comparer:
             error=check.error,
             tolerance=check.tolerance,
         )
+
+    def _lr_tolerance(self) -> Tolerance:
+        return LR_FLOAT64 if self.tier.name == "float64" else LR_FLOAT32
 
     def _rounds_state(self) -> bool:
         """Whether moments and parameters are stored in bfloat16, without masters."""

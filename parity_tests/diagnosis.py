@@ -60,6 +60,7 @@ def diagnose(
     grad: np.ndarray | None,
     updates_done: int,
     is_close: Callable[[np.ndarray, np.ndarray], bool],
+    lr_tolerance: float,
     noise: float,
     rounded: np.ndarray | None = None,
 ) -> Finding:
@@ -73,10 +74,13 @@ def diagnose(
         grad: gradient, or None.
         updates_done: before this update.
         is_close: tolerance of the tier for states.
+        lr_tolerance: absolute.
         noise: Frobenius norm of what rounding may do to the update in this tier.
         rounded: what the parameter must be, if it has a master.
     """
     update = record.updates[name]
+    if name not in run.roles and name not in record.state:
+        return Finding("frozen", "a parameter that is not selected moved", update, np.zeros_like(update))
     if (name in run.roles) != (name in record.state):
         verb = "not optimized" if name in run.roles else "optimized"
         return Finding("routing", f"{verb} here", update, np.zeros_like(update))
@@ -84,9 +88,14 @@ def diagnose(
     if expected_keys - set(record.state[name]):
         return Finding("routing", f"role {run.roles[name]!r} was expected", update, np.zeros_like(update))
     lr, lr_found = run.lr(name, updates_done), record.learning_rates[name]
-    if not is_close(np.asarray(lr_found), np.asarray(lr)):
+    if abs(lr_found - lr) > lr_tolerance:
         return Finding("learning rate", "the schedule gives another value", np.asarray(lr_found), np.asarray(lr))
     if grad is None:
+        kept = {**state_before, "step": state_before["step"] + run.counts_per_group()}
+        for key, expected in kept.items():
+            if not is_close(record.state[name][key], expected):
+                note = f"{key} differs after an update without a gradient"
+                return Finding(STATE_STAGES[key], note, record.state[name][key], expected)
         return Finding("no gradient", "a parameter without a gradient must not change", update, np.zeros_like(update))
     stages = run.stages(name, before, state_before, grad, updates_done)
     for key, expected in stages.state.items():
@@ -118,23 +127,31 @@ class _UpdateDiagnosis:
             return "apply", "the parameter did not move; its state did"
         if stages.active is not None and np.any(np.where(stages.active, 0.0, found)):
             return "idle experts", "an expert without a gradient moved"
+        if lr == 0:
+            return "learning rate", "the lr is 0 and the parameter moved"
         gap = float(np.linalg.norm(found - expected))
+        if gap < 1.5 * self.noise:
+            last = "denominator" if stages.direction is None else "newton-schulz"
+            return last, "one entry is off by more than rounding; as a whole the difference is too small to tell more"
         left = EXPLAINED * gap + self.noise
         factor = _multiple(found, expected, left)
         if factor is not None and lr * decay * np.linalg.norm(p) * abs(factor - 1) > left:
             return "learning rate", f"the whole update is {factor:.6g} times what it should be"
         factor = _multiple(found - expected, p, left)
-        if factor is not None:
+        if factor is not None and abs(factor) * np.linalg.norm(p) > self.noise:
             return "decay", f"p is scaled by {1 - lr * decay + factor:.6g} instead of {1 - lr * decay:.6g}"
         step_found, step = found + lr * decay * p, -stages.scaled_lr * stages.unscaled
         factor = _multiple(step_found, step, left)
         if factor is not None:
-            if decay and abs(factor - (1 - lr * decay)) * np.linalg.norm(step) < left:
+            size = float(np.linalg.norm(step))
+            if lr * decay * size > self.noise and abs(factor - (1 - lr * decay)) * size < left:
                 return "decay", "it was applied after the step instead of before"
             if stages.direction is None:
                 cause = "the bias correction, eps, or an lr that only the step saw"
                 return "denominator", f"the step is {factor:.6g} times what it should be everywhere: {cause}"
             return "scale", f"the step is {factor:.6g} times what it should be"
+        if stages.scaled_lr == 0:
+            return "scale", "the step should be zero"
         if stages.direction is None:
             return "denominator", "both moments are right, their quotient is not"
         return self._matrix_stage(-step_found / stages.scaled_lr)
@@ -149,9 +166,16 @@ class _UpdateDiagnosis:
         left = EXPLAINED * float(np.linalg.norm(X - Y)) + self.noise / stages.scaled_lr
         if X.shape[0] == X.shape[1] and np.linalg.norm(X.T - Y) < left:
             return "newton-schulz", "the orthogonalized matrix is transposed"
+        mu = self.options["muon_momentum"]
+        for what, mixed in (
+            ("the momentum alone", M),
+            ("the gradient alone", g),
+            (f"gradient + {mu:g} x momentum", g + mu * M),
+        ):
+            if np.linalg.norm(reference.newton_schulz(mixed, self.options["ns_steps"]) - X) < left:
+                return "nesterov", f"{what} was orthogonalized"
         factor = self._input_scale(X, Y, G, left)
         if factor is not None:
-            mu = self.options["muon_momentum"]
             if min(abs(factor / known - 1) for known in (1 + mu, 1 / (1 + mu), (1 + 2 * mu) / (1 + mu) ** 2)) < 1e-3:
                 return "nesterov", f"{factor:.4g} times the right matrix was orthogonalized; only eps shows it"
             return "newton-schulz", f"eps of the norm is {NORM_EPS / factor:.3g} instead of {NORM_EPS:g}"

@@ -44,17 +44,20 @@ class Summary:
     routing: dict[str, str]
     """{"torch": printed table, "jax": printed table}."""
     seconds: float
+    crashes: Sequence[str] = ()
+    """What rows that raised an exception said; each counts as a mismatch."""
 
     @property
     def compared(self) -> int:
-        return len(self.cases) + len(self.schedules) + len(self.trainings)
+        return len(self.cases) + len(self.schedules) + len(self.trainings) + len(self.crashes)
 
     @property
     def failures(self) -> list[str]:
         """One message for each comparison that failed."""
         messages = [str(result.divergence) for result in self.cases if not result.passed]
         messages += [result.failure() for result in self.schedules if not result.passed]
-        return messages + [_training_failure(t) for t in self.trainings if not t.passed]
+        messages += [_training_failure(t) for t in self.trainings if not t.passed]
+        return messages + list(self.crashes)
 
     @property
     def passed(self) -> bool:

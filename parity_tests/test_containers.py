@@ -17,6 +17,7 @@ from torch import nn
 import torch_impl
 from parity_tests.backends.torch_backend import build_model
 from parity_tests.test_golden import GOLDEN, RecordedProblem, load_json, unflatten
+from torch_impl.aux_adamw import adamw_, adamw_unfused_
 
 OPTIMIZERS = {
     "adam": {"weight_decay": 0.1},
@@ -170,7 +171,7 @@ def damaged(change):
         (
             "optimizer",
             lambda s: s.update({k: torch.zeros(2) for k in s if k.endswith(".step")}),
-            r"step must be one number, got shape \(2,\)",
+            "step must be one number, got tensor",
         ),
         (
             "optimizer",
@@ -183,14 +184,20 @@ def damaged(change):
         (
             "optimizer",
             lambda s: s.update({"state.head.bias.exp_avg": torch.zeros(5)}),
-            r"state.head.bias.exp_avg has shape \(5,\), its parameter \(4,\)",
+            r"state.head.bias.exp_avg has torch.float32 \(5,\), it must have torch.float32 \(4,\)",
         ),
         (
             "optimizer",
             lambda s: s.update({"param_groups.head.bias.lr": torch.tensor(9.0)}),
             "saved with other lr_multipliers",
         ),
+        ("optimizer", lambda s: s.update({"state.head.bias.exp_avg": torch.zeros(4).double()}), "has torch.float64"),
+        ("optimizer", lambda s: s.update({k: "x" for k in s if k.endswith(".lr")}), "lr must be one number, got 'x'"),
+        ("optimizer", lambda s: s.update({k: None for k in s if k.endswith(".betas")}), "betas must be like"),
+        ("optimizer", lambda s: s.update({k: "fp8" for k in s if k.endswith(".ns_dtype")}), "ns_dtype must be one of"),
+        ("optimizer", lambda s: [s.pop(k) for k in list(s) if k.endswith(".lr")], "has no lr in the state"),
         ("scheduler", lambda s: s.clear(), "no scheduler state"),
+        ("scheduler", lambda s: s.update(last_epoch="x"), "must be numbers"),
         ("scheduler", lambda s: s.update(schedulers=[s.copy(), s.copy()]), "2 schedulers, this container 1"),
         ("scheduler", lambda s: s.update(base_lrs=[0.1]), "1 parameter groups, the optimizer 2"),
     ],
@@ -273,6 +280,130 @@ def test_strides_do_not_matter(optimizer_type):
         return weight.detach()
 
     assert torch.equal(run(True), run(False))
+
+
+class Mesh:
+    """Stands in for a device mesh: what counts is the names of its dimensions."""
+
+    def __init__(self, *names):
+        self.mesh_dim_names = names
+
+
+@pytest.mark.parametrize("multipliers", [{}, {"fc": 0.0}, {"fc": 0.0, "head": 0.0}])
+@pytest.mark.parametrize("optimizer_type", OPTIMIZERS)
+def test_its_own_state_is_never_refused(optimizer_type, multipliers):
+    """Several meshes, groups of equal lr in different optimizers, multipliers of zero, lr zero at the end."""
+
+    def build():
+        model = nn.ModuleDict({name: nn.Linear(2, 2) for name in ("embed", "fc", "head")})
+        for p in model["fc"].parameters():
+            p.device_mesh = Mesh("dp")
+        optimizer = torch_impl.build_optimizer(
+            model,
+            optimizer_type,
+            lr=0.1,
+            fused=True,
+            lr_multipliers=multipliers,
+            disable_weight_decay_for_1d_params=True,
+        )
+        return model, optimizer, torch_impl.build_lr_scheduler(optimizer, "wsd", **SCHEDULE)
+
+    model, optimizer, scheduler = build()
+    for _ in range(15):  # the schedule ends at zero
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        scheduler.step()
+    _, fresh, fresh_scheduler = build()
+    assert len(fresh) == (1 if optimizer_type == "muonwithauxadamw" else 2)
+    fresh.load_state_dict(optimizer.state_dict())
+    fresh_scheduler.load_state_dict(scheduler.state_dict())
+    assert_equal(fresh.state_dict(), optimizer.state_dict())
+    assert {float(lr) for lr in fresh_scheduler.get_last_lr()} == {0.0}
+
+
+def test_another_grouping_is_refused_without_a_scheduler_too():
+    def build(**kwargs):
+        model = nn.ModuleDict({"fc": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
+        return torch_impl.build_optimizer(model, "adamw", lr=0.1, fused=True, **kwargs)
+
+    one, two = build(), build(lr_multipliers={"fc": 0.5})
+    with pytest.raises(ValueError, match="share a group in the state but not here"):
+        two.load_state_dict(one.state_dict())
+    with pytest.raises(ValueError, match="share a group here but not in the state"):
+        one.load_state_dict(two.state_dict())
+
+
+@pytest.mark.parametrize(("saved", "other"), [("adam", "adamw"), ("adamw", "adam")])
+def test_decoupled_and_l2_decay_are_two_rules(saved, other):
+    """torch keeps the rule in the groups, where a loaded state could change it."""
+    state = Training(saved).run(0, 3).optimizer.state_dict()
+    with pytest.raises(ValueError, match="decoupled_weight_decay"):
+        Training(other).optimizer.load_state_dict(state)
+
+
+def test_a_group_without_moments_at_its_front_needs_its_step():
+    """The first parameter is a matrix, which has no moments; the bias behind it has."""
+    model = nn.Linear(3, 2)
+    optimizer = torch_impl.build_optimizer(model, "muonwithauxadamw", lr=0.1, fused=True)
+    state = {key: value for key, value in optimizer.state_dict().items() if not key.endswith(".step")}
+    with pytest.raises(ValueError, match="moments but no step"):
+        optimizer.load_state_dict(state)
+
+
+def test_groups_override_newton_schulz():
+    """Three steps on the identity: phi applied three times to 1/sqrt 2."""
+    weights = [nn.Parameter(torch.zeros(2, 2)) for _ in range(2)]
+    groups = [{"params": [weights[0]]}, {"params": [weights[1]], "ns_steps": 3}]
+    roles = dict.fromkeys(weights, "matrix")
+    optimizer = torch_impl.MuonWithAuxAdamW(
+        groups, roles, lr=1.0, weight_decay=0.0, muon_lr_scale=1.0, ns_dtype="float32"
+    )
+    for w in weights:
+        w.grad = torch.eye(2)
+    optimizer.step()
+    s = 2**-0.5
+    for k in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+        if k in (2, 4):
+            found = weights[1 if k == 2 else 0]
+            np.testing.assert_allclose(found.detach(), -s * 2**0.5 * np.eye(2), atol=1e-5)
+    for change, error in (({"ns_steps": 0}, ValueError), ({"lr": -1.0}, ValueError), ({"params": []}, ValueError)):
+        with pytest.raises(error):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2, 2))], "roles": {}, **change})
+    gap = nn.Parameter(torch.zeros(2, 4)[:, :2])
+    with pytest.raises(ValueError, match="view with gaps"):
+        optimizer.add_param_group({"params": [gap], "roles": {gap: "matrix"}})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_own_triples_survive_a_weights_only_file():
+    model = nn.Linear(2, 2)
+    triples = [[np.float64(1.5), -0.5, 0.0]] * 5
+    optimizer = torch_impl.build_optimizer(model, "muonwithauxadamw", lr=0.1, fused=True, ns_coefficients=triples)
+    buffer = io.BytesIO()
+    torch.save(optimizer.state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer, weights_only=True)
+    assert saved["param_groups.weight.ns_coefficients"] == ((1.5, -0.5, 0.0),) * 5
+    optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_unfused_adamw_is_the_fused_one(dtype, allowed):
+    """The path that CUDA takes for float64 lr tensors, against torch's kernel on CPU."""
+    generator = torch.Generator().manual_seed(0)
+    start = [torch.randn(4, 3, generator=generator, dtype=dtype) for _ in range(2)]
+    results = []
+    for rule in (adamw_, adamw_unfused_):
+        params, ms, vs = [p.clone() for p in start], *([torch.zeros_like(p) for p in start] for _ in range(2))
+        for t in range(1, 6):
+            grads = [p * t - 0.3 for p in start]
+            options = dict(lr=torch.tensor(0.01, dtype=dtype), weight_decay=0.1, betas=(0.9, 0.95), eps=1e-6)
+            rule(params, grads, ms, vs, torch.tensor(float(t)), **options)
+        results.append([*params, *ms, *vs])
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=allowed)
 
 
 def test_new_parameters_may_join():

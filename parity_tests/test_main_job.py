@@ -101,6 +101,23 @@ def test_a_mismatch_is_status_1(tmp_path, capsys, monkeypatch):
     assert "jax is wrong" in (tmp_path / "index.html").read_text()
 
 
+def test_a_row_that_crashes_costs_only_itself(tmp_path, capsys, monkeypatch):
+    import jax_impl.muon
+
+    def broken(*args):
+        raise RuntimeError("planted crash")
+
+    monkeypatch.setattr(jax_impl.muon, "adjusted_lr_scale", broken)
+    status = main(
+        ["-k", "adamw-defaults or muon-defaults", "--dtype", "float64", "--steps", "3", "--out", str(tmp_path)]
+    )
+    printed = capsys.readouterr().out
+    assert status == 1
+    assert "ok   adamw-defaults float64 free" in printed
+    assert "FAIL muon-defaults float64 free" in printed
+    assert "planted crash" in (tmp_path / "index.html").read_text()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

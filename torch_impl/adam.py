@@ -20,6 +20,8 @@ def build_adam(param_groups: list[dict[str, Any]], config: AdamConfig) -> torch.
     if config.capturable:
         for group in param_groups:
             first = group["params"][0]
+            if first.is_cuda and compute_dtype(first) == torch.float64:
+                raise ValueError("capturable=True: torch's fused CUDA Adam reads an lr tensor as float32, not float64")
             group["lr"] = torch.tensor(group["lr"], dtype=compute_dtype(first), device=first.device)
     optimizer_class = torch.optim.AdamW if isinstance(config, AdamWConfig) else torch.optim.Adam
     return optimizer_class(

@@ -126,6 +126,10 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
             role: "matrix" or "expert".
         """
 
+    @abstractmethod
+    def check_hyperparameters(self, group: dict[str, Any]) -> None:
+        """Raise TypeError or ValueError for a value in ``group`` that the rule cannot use."""
+
     def initial_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Fresh state of a parameter, equivalent to having none: zeros, and the master as a copy."""
         keys = ("momentum_buffer",) if self._roles[p] in ORTHOGONALIZED else ("exp_avg", "exp_avg_sq")
@@ -138,13 +142,18 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
         """Add a group: "params", any of the defaults, and under "roles" {parameter: role} of those that are new.
 
         Raises:
-            TypeError: an unknown key.
-            ValueError: a parameter has no role, or an orthogonalized one has the wrong number of dimensions.
+            TypeError: an unknown key, or a value of the wrong type.
+            ValueError: no parameters, one without a role, an orthogonalized one of the wrong number of dimensions, a
+                view with gaps (the fused kernel would write into them), a value out of range.
         """
         param_group = dict(param_group)
         params = param_group["params"]
         param_group["params"] = [params] if isinstance(params, Tensor) else list(params)
         roles = {**self._roles, **param_group.pop("roles", {})}
+        if not param_group["params"]:
+            raise ValueError("a group needs at least one parameter")
+        if not all(isinstance(p, Tensor) for p in param_group["params"]):
+            raise TypeError("parameters must be given as tensors, without names")
         unknown = set(param_group) - {"params", "initial_lr", *self.defaults}
         if unknown:
             raise TypeError(f"a group has no {sorted(unknown)}; valid: {sorted({'params', 'roles', *self.defaults})}")
@@ -154,6 +163,9 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
                 raise ValueError(f"a parameter of shape {tuple(p.shape)} has no role; roles must cover every parameter")
             if role in ORTHOGONALIZED and p.ndim != (2 if role == MATRIX else 3):
                 raise ValueError(f"role {role!r} does not fit a parameter of shape {tuple(p.shape)}")
+            if torch.empty_like(p, device="meta").stride() != p.stride():
+                raise ValueError(f"a parameter of shape {tuple(p.shape)} is a view with gaps: make it contiguous")
+        self.check_hyperparameters({**self.defaults, **param_group})
         super().add_param_group(param_group)
         self._roles = roles
         group = self.param_groups[-1]
@@ -183,8 +195,7 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
             for p in group["params"]:
                 if p.grad is None:
                     continue
-                if not self.state[p]:
-                    self.state[p].update(self.initial_state(p, group))
+                self._complete_state(p, group)
                 working = working_copy(p, self.state[p], group["master_weights"])
                 if self._roles[p] == ADAMW:
                     adamw.setdefault((working.device, working.dtype), []).append((p, working))
@@ -195,6 +206,14 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
             for pairs in adamw.values():
                 self._adamw_step(pairs, group)
         return loss
+
+    def _complete_state(self, p: Tensor, group: dict[str, Any]) -> None:
+        """Fresh values for what the role of ``p`` needs and its state does not have."""
+        state = self.state[p]
+        needed = ("momentum_buffer",) if self._roles[p] in ORTHOGONALIZED else ("exp_avg", "exp_avg_sq")
+        if any(key not in state for key in needed):
+            for key, value in self.initial_state(p, group).items():
+                state.setdefault(key, value)
 
     def _adamw_step(self, pairs: list[tuple[Tensor, Tensor]], group: dict[str, Any]) -> None:
         adamw_(
@@ -223,6 +242,9 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
             for key, value in state_dict["state"].get(i, {}).items():
                 self.state[p][key] = loaded_copy(value, p)
         for group in self.param_groups:
+            for key, default in self.defaults.items():
+                if key != "differentiable":  # torch's loader puts it into the defaults of every optimizer
+                    group.setdefault(key, default)
             for key in ("lr", "step", "initial_lr"):
                 if isinstance(group.get(key), Tensor):
                     group[key] = group[key].to(group["params"][0].device).clone()

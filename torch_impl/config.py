@@ -122,6 +122,8 @@ class MuonConfig(OptimizerConfig):
                 ) from error
         _check_fraction("muon_momentum", self.muon_momentum)
         _check_real("muon_lr_scale", self.muon_lr_scale)
+        if not isinstance(self.ns_coefficients, str):
+            self._set(ns_coefficients=tuple(tuple(map(plain, triple)) for triple in self.ns_coefficients))
         resolve_coefficients(self.ns_coefficients, self.ns_steps)
         if self.ns_dtype not in NS_DTYPES:
             raise ValueError(f"ns_dtype must be one of {sorted(NS_DTYPES)}, got {self.ns_dtype!r}")

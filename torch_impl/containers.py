@@ -89,13 +89,18 @@ class OptimizersContainer(Stateful):
         names = {p: name for name, p, *_ in members}
         loaded = []
         for optimizer in self.optimizers:
+            own = []
             for group in optimizer.param_groups:
-                values = _common_values([(names[p], groups[names[p]]) for p in group["params"]])
-                _check_group(names[group["params"][0]], values, group)
-                if "step" in group and "step" not in values and "exp_avg" in states.get(names[group["params"][0]], {}):
-                    raise ValueError(f"the group of {names[group['params'][0]]!r} has moments but no step in the state")
-                loaded.append((names[group["params"][0]], group, values))
-        _check_separate(loaded)
+                inside = [names[p] for p in group["params"]]
+                values = _common_values([(name, groups[name]) for name in inside])
+                _check_group(inside[0], values, group)
+                if isinstance(optimizer, MatrixOptimizerWithAuxAdamW):
+                    optimizer.check_hyperparameters({**group, **values})
+                    if "step" not in values and any("exp_avg" in states.get(name, {}) for name in inside):
+                        raise ValueError(f"the group of {inside[0]!r} has moments but no step in the state")
+                own.append((inside[0], group, values))
+            _check_separate(own)
+            loaded += own
         for name, p, optimizer, _ in members:
             state = {key: loaded_copy(torch.as_tensor(value), p) for key, value in states.get(name, {}).items()}
             optimizer.state.pop(p, None)
@@ -145,26 +150,33 @@ def _unflatten(flat: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict
 
 def _check_state(name: str, p: Tensor, saved: dict[str, Any], expected: dict[str, Tensor]) -> None:
     """``saved`` is empty, or has what ``expected`` has; the master may be missing."""
-    if saved and set(saved) | {"master_param"} != set(expected) | {"master_param"}:
+    if saved and set(saved) not in (set(expected), set(expected) - {"master_param"}):
         raise ValueError(
             f"{name!r} needs the state {sorted(expected)}, got {sorted(saved)}: another kind of optimizer?"
         )
     for key, value in saved.items():
-        shape = tuple(getattr(value, "shape", ()))
-        wanted = () if key == "step" else tuple(p.shape)
-        if shape != wanted:
-            raise ValueError(f"state.{name}.{key} has shape {shape}, its parameter {tuple(p.shape)}")
+        found = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (type(value).__name__, ())
+        wanted = (expected[key].dtype, tuple(expected[key].shape))
+        if found != wanted:
+            raise ValueError(f"state.{name}.{key} has {found[0]} {found[1]}, it must have {wanted[0]} {wanted[1]}")
 
 
 def _check_group(name: str, saved: dict[str, Any], group: dict[str, Any]) -> None:
-    """Hyperparameters that are known here, each of the size that it has here."""
+    """Hyperparameters that are known here, each of the kind that it has here."""
     unknown = set(saved) - set(group) - {"initial_lr"}
     if unknown or "lr" not in saved:
         problem = f"unknown {sorted(unknown)}" if unknown else "no lr"
         raise ValueError(f"the group of {name!r} has {problem} in the state: another kind of optimizer?")
     for key, value in saved.items():
-        if isinstance(value, Tensor) and isinstance(group.get(key), (Tensor, int, float)) and value.numel() != 1:
-            raise ValueError(f"param_groups.{name}.{key} must be one number, got shape {tuple(value.shape)}")
+        current = group.get(key, group["lr"])
+        if isinstance(current, (Tensor, int, float)) and not isinstance(current, bool):
+            if not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
+                raise ValueError(f"param_groups.{name}.{key} must be one number, got {value!r}")
+        elif isinstance(current, (tuple, list)) != isinstance(value, (tuple, list)):
+            raise ValueError(f"param_groups.{name}.{key} must be like {current!r}, got {value!r}")
+    rule = "decoupled_weight_decay"
+    if rule in group and saved.get(rule, group[rule]) != group[rule]:
+        raise ValueError(f"the group of {name!r} has {rule}={saved[rule]} in the state, here it is {group[rule]}")
 
 
 def _common_values(members: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -181,14 +193,17 @@ def _common_values(members: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
 
 
 def _check_separate(loaded: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
-    """No two groups come from one: what was built apart has another base lr or decay in the state, too."""
-    for i, (name, _, values) in enumerate(loaded):
-        for other, _, others in loaded[:i]:
-            keys = ("initial_lr", "weight_decay")
-            if all(key in values and key in others and _equal(values[key], others[key]) for key in keys):
+    """No two groups of one optimizer that differ here, in base lr or decay, are one group in the state."""
+
+    def key(group: dict[str, Any]) -> tuple[float, float]:
+        return float(group.get("initial_lr", group["lr"])), float(group.get("weight_decay", 0.0))
+
+    for i, (name, group, values) in enumerate(loaded):
+        for other, other_group, other_values in loaded[:i]:
+            if key(group) != key(other_group) and key(values) == key(other_values):
                 raise ValueError(
-                    f"{other!r} and {name!r} share a group in the state but not here: initial_lr "
-                    f"{values['initial_lr']!r}; was it saved with other lr_multipliers or decay?"
+                    f"{other!r} and {name!r} share a group in the state but not here, with base lr and decay "
+                    f"{key(values)}; was it saved with other lr_multipliers or decay?"
                 )
 
 
@@ -239,6 +254,10 @@ class LRSchedulersContainer(Stateful):
         states = state_dict.pop("schedulers", [state_dict])
         if not all(isinstance(state, Mapping) and {"base_lrs", "last_epoch"} <= set(state) for state in states):
             raise ValueError(f"no scheduler state: it has {sorted(state_dict)}, not base_lrs and last_epoch")
+        for state in states:
+            numbers = [state["last_epoch"], *state["base_lrs"]]
+            if not all(isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1) for x in numbers):
+                raise ValueError(f"last_epoch and base_lrs of a scheduler must be numbers, got {numbers}")
         if len(states) != len(self.schedulers):
             raise ValueError(
                 f"the state has {len(states)} schedulers, this container {len(self.schedulers)}; "

@@ -61,27 +61,27 @@ class MuonWithAuxAdamW(MatrixOptimizerWithAuxAdamW):
         capturable: bool = True,
         master_weights: bool = True,
     ) -> None:
-        config = MuonConfig(
-            fused=True,
-            lr=lr,
-            weight_decay=weight_decay,
-            adam_betas=adam_betas,
-            eps=eps,
-            muon_momentum=muon_momentum,
-            muon_lr_scale=muon_lr_scale,
-            ns_steps=ns_steps,
-            ns_dtype=ns_dtype,
-            ns_coefficients=ns_coefficients,
-            nesterov=nesterov,
-            capturable=capturable,
-            master_weights=master_weights,
-        )
-        keys = (
-            *("lr", "weight_decay", "eps", "muon_momentum", "muon_lr_scale", "ns_steps", "ns_dtype"),
-            *("ns_coefficients", "nesterov", "capturable", "master_weights"),
-        )
-        defaults = {"betas": config.adam_betas, **{key: getattr(config, key) for key in keys}}
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": adam_betas,
+            "eps": eps,
+            "muon_momentum": muon_momentum,
+            "muon_lr_scale": muon_lr_scale,
+            "ns_steps": ns_steps,
+            "ns_dtype": ns_dtype,
+            "ns_coefficients": ns_coefficients,
+            "nesterov": nesterov,
+            "capturable": capturable,
+            "master_weights": master_weights,
+        }
+        self.check_hyperparameters(defaults)
         super().__init__(params, roles, defaults)
+
+    def check_hyperparameters(self, group: dict[str, Any]) -> None:
+        fields = {name: group[name] for name in MuonConfig.__dataclass_fields__ if name in group}
+        numbers = {name: float(x) for name, x in fields.items() if isinstance(x, Tensor)}
+        MuonConfig(fused=True, adam_betas=group["betas"], **{**fields, **numbers})
 
     def matrix_update_(
         self, working: Tensor, grad: Tensor, state: dict[str, Any], group: dict[str, Any], role: str
