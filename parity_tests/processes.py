@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,19 @@ ENVIRONMENT = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # a GPU is shared by the two processes
 }
 XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Deliver Ctrl-C after the block: between the start of a process and its entry in a table nobody would end it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
 
 
 def run_processes(job: dict[str, Any], stem: Path, steps: int, progress: Progress | None) -> None:
@@ -50,7 +65,7 @@ def run_processes(job: dict[str, Any], stem: Path, steps: int, progress: Progres
             own = f"{stem}-{framework}"
             Path(f"{own}.json").write_text(json.dumps({**job, "result": f"{own}.npz"}, indent=1), encoding="utf-8")
             command = [sys.executable, "-m", module, f"{own}.json"]
-            with open(f"{own}.out", "wb") as out, open(f"{own}.err", "wb") as err:
+            with open(f"{own}.out", "wb") as out, open(f"{own}.err", "wb") as err, _interrupts_held():
                 processes[framework] = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environment
                 )
