@@ -150,7 +150,7 @@ def _route(
     else:
         roles = {name: (optimizer_type.lower(), None) for name in selected}
     groups = group_parameters(
-        {name: _dims_of_a_layer(name, leaf, roles[name][0], axes[name]) for name, leaf in selected.items()},
+        {name: _dims_of_a_layer(leaf, roles[name][0], axes[name]) for name, leaf in selected.items()},
         lr=config.lr,
         weight_decay=config.weight_decay,
         lr_multipliers=config.lr_multipliers,
@@ -174,7 +174,7 @@ def _route(
     return RoutingTable(routes), groups
 
 
-def _dims_of_a_layer(name: str, leaf: Any, role: str, axes: MatrixAxes | None) -> int:
+def _dims_of_a_layer(leaf: Any, role: str, axes: MatrixAxes | None) -> int:
     """Dimensions that the no-decay rule counts: a declared stack of layers is not one, a stack of experts is."""
     stacked = len(axes.batch) if axes is not None and role != EXPERT else 0
     return int(leaf.ndim) - stacked

@@ -6,6 +6,7 @@ Matrices are (fan_out, fan_in), stacks of experts (E, fan_out, fan_in). Nothing 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -103,8 +104,6 @@ def role_of(
     orthogonalize_skip_patterns: Sequence[str] = (),
 ) -> str:
     """``kind`` says what owns the parameter: "linear" for the matrix of a dense layer that is no embedding's too."""
-    import re
-
     module = name.rpartition(".")[0]
     if any(re.search(pattern, name) for pattern in orthogonalize_skip_patterns):
         return "adamw"
