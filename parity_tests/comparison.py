@@ -145,18 +145,20 @@ class Comparer:
         if self.tier.name == "bfloat16":
             if name not in self.oracle.roles:
                 return Check("update", name, relative_error(left, right), EXACT)
-            if not self.oracle.counts_per_group():
-                after = (self.records[side].params[name] for side in pair)
-                return Check("update", name, elementwise_error(*after), _rounding(pair))
+            if self._rounds_state():
+                after = [self.records[side].params[name] for side in pair]
+                return self._compare_values("update", pair, name, after)
             if name in self.stages:
                 return self._compare_orthogonalized(pair, name)
-            tolerance = FLOAT32
-        elif self.tier.name == "float32":
-            tolerance = FLOAT32_SINGULAR if self.singular.get(name) else FLOAT32
-        else:
-            tolerance = FLOAT64
-        floor = update_floor("float64" if self.tier.name == "float64" else "float32", p, right)
+        tolerance = self._update_tolerance(name)
+        floor = update_floor(self._arithmetic(), p, right)
         return Check("update", name, relative_error(left, right), tolerance._replace(value=tolerance.value + floor))
+
+    def _compare_values(self, quantity: str, pair: tuple[str, str], name: str, values: list[np.ndarray]) -> Check:
+        """What is stored: entry by entry where it is stored in bfloat16, else relative to its norm."""
+        if self._rounds_state():
+            return Check(quantity, name, elementwise_error(*values), _rounding(pair))
+        return Check(quantity, name, relative_error(*values), self._base_tolerance())
 
     def _compare_params(self, pair: tuple[str, str], name: str) -> Check:
         """The parameters themselves; where masters are compared, they must be the rounded masters, bit for bit."""
@@ -169,9 +171,7 @@ class Comparer:
                 if side != "reference" and master is not None
             )
             return Check("state", name, float(unequal), ROUNDED_MASTER)
-        if self.tier.name == "bfloat16":
-            return Check("state", name, elementwise_error(*values), _rounding(pair))
-        return Check("state", name, relative_error(*values), FLOAT64 if self.tier.name == "float64" else FLOAT32)
+        return self._compare_values("state", pair, name, values)
 
     def _compare_orthogonalized(self, pair: tuple[str, str], name: str) -> Check:
         """bfloat16 results are compared as orthogonalized matrices, where the singular values carry information."""
@@ -180,8 +180,9 @@ class Comparer:
         tolerance = BFLOAT16_BLOCK if "reference" in pair else BFLOAT16_PAIR
         if stages.scaled_lr == 0.0:
             updates = [self.records[side].updates[name] for side in pair]
-            allowed = FLOAT32.value + update_floor("float32", stages.before, updates[1]) if stages.lr else 0.0
-            return Check("update", name, relative_error(*updates), EXACT._replace(value=allowed))
+            floor = update_floor("float32", stages.before, updates[1])
+            only_decay = FLOAT32._replace(value=FLOAT32.value + floor) if stages.lr else EXACT
+            return Check("update", name, relative_error(*updates), only_decay)
         found = [
             -(self.records[s].updates[name] + stages.lr * stages.decay * stages.before) / stages.scaled_lr for s in pair
         ]
@@ -200,14 +201,11 @@ class Comparer:
             if key not in left.state[name] or key not in right.state[name]:
                 checks.append(Check("state", name, np.inf, EXACT))
                 continue
-            values = left.state[name][key], right.state[name][key]
+            values = [left.state[name][key], right.state[name][key]]
             if key == "step":
                 checks.append(Check("state", name, abs(float(values[0] - values[1])), EXACT))
-            elif self.tier.name == "bfloat16" and not self.oracle.counts_per_group():
-                checks.append(Check("state", name, elementwise_error(*values), _rounding(pair)))
             else:
-                tolerance = FLOAT64 if self.tier.name == "float64" else FLOAT32
-                checks.append(Check("state", name, relative_error(*values), tolerance))
+                checks.append(self._compare_values("state", pair, name, values))
         return checks
 
     def _compare_lr(self, name: str, left: Record, right: Record) -> Check:
@@ -267,6 +265,19 @@ class Comparer:
             tolerance=check.tolerance,
         )
 
+    def _arithmetic(self) -> str:
+        """Precision of everything but Newton-Schulz and stored bfloat16 values."""
+        return "float64" if self.tier.name == "float64" else "float32"
+
+    def _base_tolerance(self) -> Tolerance:
+        return FLOAT64 if self.tier.name == "float64" else FLOAT32
+
+    def _update_tolerance(self, name: str) -> Tolerance:
+        """Before the floor; in float32 null directions of a matrix count."""
+        if self.tier.name == "float32" and self.singular.get(name):
+            return FLOAT32_SINGULAR
+        return self._base_tolerance()
+
     def _lr_tolerance(self) -> Tolerance:
         return LR_FLOAT64 if self.tier.name == "float64" else LR_FLOAT32
 
@@ -277,7 +288,7 @@ class Comparer:
     def _is_close(self, found: np.ndarray, expected: np.ndarray) -> bool:
         if self._rounds_state():
             return elementwise_error(found, expected) <= BFLOAT16_ROUNDING.value
-        return relative_error(found, expected) <= (FLOAT64 if self.tier.name == "float64" else FLOAT32).value
+        return relative_error(found, expected) <= self._base_tolerance().value
 
     def _noise(self, name: str) -> float:
         """Frobenius norm of what rounding usually does to the update of ``name``: a share of what is allowed."""
@@ -287,10 +298,8 @@ class Comparer:
             return 2.0**-9 * float(np.linalg.norm(p))
         if self.tier.precision.ns == "bfloat16" and name in self.stages:
             return 0.06 * size  # of a whole bfloat16 Newton-Schulz result
-        base = FLOAT64 if self.tier.name == "float64" else FLOAT32_SINGULAR if self.singular.get(name) else FLOAT32
-        return (
-            base.value / 4 + update_floor("float64" if self.tier.name == "float64" else "float32", p, update) / 4
-        ) * size
+        floor = update_floor(self._arithmetic(), p, update)
+        return (self._update_tolerance(name).value + floor) / 4 * size
 
     def explain_ratio(self, total: int) -> Divergence | None:
         """The bfloat16 tier's last question: is one side clearly less accurate than the other?"""

@@ -130,10 +130,13 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
     def check_hyperparameters(self, group: dict[str, Any]) -> None:
         """Raise TypeError or ValueError for a value in ``group`` that the rule cannot use."""
 
+    def _state_keys(self, p: Tensor) -> tuple[str, ...]:
+        return ("momentum_buffer",) if self._roles[p] in ORTHOGONALIZED else ("exp_avg", "exp_avg_sq")
+
     def initial_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
         """Fresh state of a parameter, equivalent to having none: zeros, and the master as a copy."""
-        keys = ("momentum_buffer",) if self._roles[p] in ORTHOGONALIZED else ("exp_avg", "exp_avg_sq")
-        state = {key: torch.zeros_like(p, dtype=compute_dtype(p), requires_grad=False) for key in keys}
+        dtype = compute_dtype(p)
+        state = {key: torch.zeros_like(p, dtype=dtype, requires_grad=False) for key in self._state_keys(p)}
         if p.dtype in LOW_PRECISION and group["master_weights"]:
             state["master_param"] = p.detach().float()
         return state
@@ -210,8 +213,7 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
     def _complete_state(self, p: Tensor, group: dict[str, Any]) -> None:
         """Fresh values for what the role of ``p`` needs and its state does not have."""
         state = self.state[p]
-        needed = ("momentum_buffer",) if self._roles[p] in ORTHOGONALIZED else ("exp_avg", "exp_avg_sq")
-        if any(key not in state for key in needed):
+        if any(key not in state for key in self._state_keys(p)):
             for key, value in self.initial_state(p, group).items():
                 state.setdefault(key, value)
 

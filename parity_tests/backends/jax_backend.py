@@ -29,6 +29,7 @@ class Layout:
     def __init__(self, case: Case) -> None:
         self.torch_layout = case.axes_by_kind
         self.parameters = {self.jax_name(p): p for p in case.problem.parameters}
+        self.by_torch_name = {p.name: p for p in case.problem.parameters}
 
     def jax_name(self, parameter: Parameter) -> str:
         if self.torch_layout or parameter.kind not in FLAX_NAMES:
@@ -110,7 +111,7 @@ class JaxRun:
             key, names = self._locate(path)
             if key is None:
                 return leaf
-            parameter = next(p for p in self.layout.parameters.values() if p.name == names[0])
+            parameter = self.layout.by_torch_name[names[0]]
             value = state[names[0]].get(key, params[names[0]])  # without a saved master it is the parameter
             return jnp.asarray(self.layout.convert(parameter, value), leaf.dtype, device=self.device)
 
@@ -141,12 +142,11 @@ class JaxRun:
         state: dict[str, Arrays] = {
             name: {"step": np.asarray(float(groups[label]))} for name, label in self.labels.items()
         }
-        parameters = {p.name: p for p in self.layout.parameters.values()}
         for path, leaf in jax.tree_util.tree_flatten_with_path(self.opt_state)[0]:
             key, names = self._locate(path)
             for name in names:
                 assert key is not None
-                state[name][key] = self.layout.convert(parameters[name], np.asarray(leaf, np.float64))
+                state[name][key] = self.layout.convert(self.layout.by_torch_name[name], np.asarray(leaf, np.float64))
         return state
 
     def _group_states(self) -> dict[str, Any]:
