@@ -43,14 +43,13 @@ def _bias_correction(beta: float, t: jax.Array) -> jax.Array:
 
 
 def scale_by_adam(
-    *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8, l2: float = 0.0
+    *, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
 ) -> optax.GradientTransformationExtraArgs:
     """Adam's direction u, with the bias correction of each parameter's own step count.
 
     Args:
         betas: decay rates of the moments.
         eps: added to the root of the corrected second moment.
-        l2: added to the gradient as ``l2 * p``; not the decoupled decay of AdamW.
 
     A parameter whose gradient is None keeps its state and gets a zero direction. Moments have the parameter's
     dtype, the arithmetic is float32 or wider.
@@ -66,8 +65,6 @@ def scale_by_adam(
             if g is None:
                 return jnp.zeros_like(p, dtype), count, mu, nu
             g = g.astype(dtype)
-            if l2:
-                g = g + l2 * p.astype(dtype)
             count = optax.safe_increment(count)
             m, v = adam_moments(g, mu.astype(dtype), nu.astype(dtype), betas)
             return adam_direction(m, v, count, betas, eps), count, m.astype(mu.dtype), v.astype(nu.dtype)

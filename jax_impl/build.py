@@ -12,7 +12,16 @@ import optax
 from jax_impl.adam import scale_by_adam
 from jax_impl.aux_adamw import scale_by_group_adam
 from jax_impl.combine import combine, descend, freeze
-from jax_impl.config import AdamConfig, AdamWConfig, MuonConfig, OptimizerConfig, check_keywords, parse_config, plain
+from jax_impl.config import (
+    AdamConfig,
+    AdamWConfig,
+    MuonConfig,
+    OptimizerConfig,
+    check_keywords,
+    effective_config,
+    parse_config,
+    plain,
+)
 from jax_impl.master_weights import LOW_PRECISION, keep_master_weights
 from jax_impl.momentum import active_slices
 from jax_impl.muon import adjusted_lr_scale, scale_by_muon
@@ -29,6 +38,7 @@ from jax_impl.routing import (
     parameter_roles,
 )
 from jax_impl.schedules import SCHEDULES
+from jax_impl.transform import OptimizerTransform
 from jax_impl.tree import named_leaves
 
 
@@ -39,7 +49,7 @@ def build_optimizer(
     lr_schedule: optax.Schedule | None = None,
     matrix_axes: AxesSpec = None,
     **kwargs: Any,
-) -> optax.GradientTransformationExtraArgs:
+) -> OptimizerTransform:
     """An optax transform for ``params``: one rule a (group, role), combined by ``multi_transform``.
 
     Args:
@@ -51,48 +61,38 @@ def build_optimizer(
         **kwargs: see jax_impl.config; ``lr`` is required.
 
     Returns:
-        A transform whose ``update`` needs the parameters. A None gradient leaves its parameter alone.
+        A transform whose ``update`` needs the parameters, with ``effective_config``, ``restore`` and
+        ``set_hyperparameters``. A None gradient leaves its parameter alone.
 
     Raises:
         NotImplementedError: unknown ``optimizer_type``.
         TypeError: unknown keyword (the nearest valid one is named), or a value of the wrong type.
         ValueError: a value out of range, or nothing selected.
     """
-    if lr_schedule is not None and not callable(lr_schedule):
-        raise TypeError(f"lr_schedule must be a function of the step, got {lr_schedule!r}")
     config = parse_config(optimizer_type, kwargs)
-    routes, groups = _route(params, optimizer_type, config, matrix_axes)
-    axes = {route.name: route.matrix_axes for route in routes}
-    labels = {route.name: _label(route) for route in routes}
-    transforms = {}
-    for route in routes:
-        label = labels[route.name]
-        if label not in transforms:
-            group = None if route.group is None else groups[route.group]
-            transforms[label] = freeze() if group is None else _rule(route.role, group, config, axes, lr_schedule)
-    return combine(transforms, labels)
+    transform = _transform(params, optimizer_type, config, lr_schedule, matrix_axes)
+    return OptimizerTransform.wrap(transform, effective_config(optimizer_type, config), lr_schedule)
 
 
 def muon_with_aux_adamw(
     lr: float, *, lr_schedule: optax.Schedule | None = None, matrix_axes: AxesSpec = None, **kwargs: Any
-) -> optax.GradientTransformationExtraArgs:
+) -> OptimizerTransform:
     """Muon with AdamW as a transform that needs no parameters up front: roles are found in the tree given to ``init``.
 
     Arguments and errors are those of ``build_optimizer(params, "muonwithauxadamw", ...)``.
     """
-    parse_config("muonwithauxadamw", {"lr": lr, **kwargs})
+    config = parse_config("muonwithauxadamw", {"lr": lr, **kwargs})
 
     def build(params: Any) -> optax.GradientTransformationExtraArgs:
-        return build_optimizer(
-            params, "muonwithauxadamw", lr=lr, lr_schedule=lr_schedule, matrix_axes=matrix_axes, **kwargs
-        )
+        return _transform(params, "muonwithauxadamw", config, lr_schedule, matrix_axes)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
             raise ValueError("this optimizer needs the parameters: call update(grads, state, params)")
         return build(params).update(grads, state, params, **extra)
 
-    return optax.GradientTransformationExtraArgs(lambda params: build(params).init(params), update)
+    inner = optax.GradientTransformationExtraArgs(lambda params: build(params).init(params), update)
+    return OptimizerTransform.wrap(inner, effective_config("muonwithauxadamw", config), lr_schedule)
 
 
 def route_parameters(params: Any, optimizer_type: str, *, matrix_axes: AxesSpec = None, **kwargs: Any) -> RoutingTable:
@@ -127,6 +127,25 @@ def build_lr_schedule(lr_scheduler_type: str, **kwargs: Any) -> optax.Schedule:
         raise NotImplementedError(f"lr_scheduler_type must be one of {sorted(SCHEDULES)}, got {lr_scheduler_type!r}")
     check_keywords(lr_scheduler_type, kwargs, inspect.signature(make_schedule).parameters)
     return make_schedule(**{name: plain(value) for name, value in kwargs.items()})
+
+
+def _transform(
+    params: Any,
+    optimizer_type: str,
+    config: OptimizerConfig,
+    lr_schedule: optax.Schedule | None,
+    matrix_axes: AxesSpec,
+) -> optax.GradientTransformationExtraArgs:
+    routes, groups = _route(params, optimizer_type, config, matrix_axes)
+    axes = {route.name: route.matrix_axes for route in routes}
+    labels = {route.name: _label(route) for route in routes}
+    transforms = {}
+    for route in routes:
+        label = labels[route.name]
+        if label not in transforms:
+            group = None if route.group is None else groups[route.group]
+            transforms[label] = freeze() if group is None else _rule(route.role, group, config, axes, lr_schedule)
+    return combine(transforms, labels)
 
 
 def _route(
@@ -192,10 +211,12 @@ def _rule(
     lr_schedule: optax.Schedule | None,
 ) -> optax.GradientTransformationExtraArgs:
     if isinstance(config, AdamConfig):
-        decoupled = isinstance(config, AdamWConfig)
-        direction = scale_by_adam(betas=config.betas, eps=config.eps, l2=0.0 if decoupled else group.weight_decay)
         return descend(
-            direction, lr=group.lr, weight_decay=group.weight_decay if decoupled else 0.0, lr_schedule=lr_schedule
+            scale_by_adam(betas=config.betas, eps=config.eps),
+            lr=group.lr,
+            weight_decay=group.weight_decay,
+            lr_schedule=lr_schedule,
+            decoupled=isinstance(config, AdamWConfig),
         )
     assert isinstance(config, MuonConfig)
     active = None

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 
+from jax_impl.group_state import GroupState
 from jax_impl.master_weights import compute_dtype
 from jax_impl.tree import leaf_name, map_params, named_leaves
-
-LABEL = re.compile(r"(\d+)\.[a-z]+")  # <group>.<role>
-
-
-class GroupState(NamedTuple):
-    """State of one group.
-
-    Attributes:
-        schedule_count: int32, updates done, the argument of the schedule.
-        learning_rate: what the next update uses.
-        inner: of the direction.
-    """
-
-    schedule_count: jax.Array
-    learning_rate: jax.Array
-    inner: Any
 
 
 def descend(
@@ -36,6 +20,7 @@ def descend(
     lr: float,
     weight_decay: float,
     lr_schedule: optax.Schedule | None = None,
+    decoupled: bool = True,
     active: Callable[[str, jax.Array], jax.Array] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Updates of one group: -lr f(count) (direction + weight_decay p).
@@ -43,38 +28,44 @@ def descend(
     Args:
         direction: scales gradients, knows neither lr nor decay.
         lr: base learning rate.
-        weight_decay: decoupled decay.
+        weight_decay: decay coefficient.
         lr_schedule: f, multiplier of the base lr after ``count`` updates; 1 if None.
+        decoupled: False adds the decay to the gradient instead (L2).
         active: None, or a function of (name, gradient) that masks what must neither move nor decay.
 
     A parameter whose gradient is None gets a zero update. Updates are float32, float64 for float64 parameters.
+    lr and decay are part of the state, where they can be read and set.
     """
 
-    def learning_rate(count: jax.Array, dtype: Any) -> jax.Array:
-        f = 1.0 if lr_schedule is None else lr_schedule(count)
-        return jnp.asarray(lr * f, dtype)
+    def factor(count: jax.Array) -> jax.Array:
+        return jnp.asarray(1.0 if lr_schedule is None else lr_schedule(count), jnp.result_type(float))
 
     def init(params: Any) -> GroupState:
-        dtypes = [compute_dtype(p) for p in jax.tree.leaves(params)]
         count = jnp.zeros((), jnp.int32)
-        return GroupState(count, learning_rate(count, jnp.result_type(jnp.float32, *dtypes)), direction.init(params))
+        base_lr, decay = (jnp.asarray(x, jnp.result_type(float)) for x in (lr, weight_decay))
+        return GroupState(count, base_lr, factor(count), decay, direction.init(params))
 
     def update(grads: Any, state: GroupState, params: Any = None, **extra: Any) -> tuple[Any, GroupState]:
-        directions, inner = direction.update(grads, state.inner, params, **extra)
-        dtype = state.learning_rate.dtype
-        lr_now = learning_rate(state.schedule_count, dtype)
+        lr_now = state.base_lr * factor(state.schedule_count)
+
+        def penalized(name: str, p: jax.Array, g: Any) -> tuple[Any]:
+            dtype = compute_dtype(p)
+            return (None if g is None else g.astype(dtype) + state.weight_decay.astype(dtype) * p.astype(dtype),)
 
         def leaf(name: str, p: jax.Array, g: Any, d: jax.Array) -> tuple[jax.Array]:
             if g is None:
                 return (jnp.zeros_like(p, compute_dtype(p)),)
-            descent = d + weight_decay * p.astype(d.dtype) if weight_decay else d
+            descent = d + state.weight_decay.astype(d.dtype) * p.astype(d.dtype) if decoupled else d
             if active is not None:
                 descent = jnp.where(active(name, g), descent, 0.0)
             return (-lr_now.astype(d.dtype) * descent,)
 
+        if not decoupled:
+            (grads,) = map_params(penalized, 1, params, grads)
+        directions, inner = direction.update(grads, state.inner, params, **extra)
         (updates,) = map_params(leaf, 1, params, grads, directions)
         count = optax.safe_increment(state.schedule_count)
-        return updates, GroupState(count, learning_rate(count, dtype), inner)
+        return updates, state._replace(schedule_count=count, lr_factor=factor(count), inner=inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -121,8 +112,12 @@ def combine(
 
     def init(params: Any) -> Any:
         missing = set(labels) - set(named_leaves(params))
-        if missing:
-            raise ValueError(f"the optimizer was built with parameters that are missing: {sorted(missing)}")
+        # tree_map_params of optax asks for the state of a node that stands for all parameters and has no leaves
+        if missing and not type(params).__module__.startswith("optax."):
+            raise ValueError(
+                f"the optimizer was built with parameters that are missing: {sorted(missing)}; inside optax.masked or "
+                "optax.partition, build it from the parameters of that part alone"
+            )
         return inner.init(params)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
@@ -135,33 +130,3 @@ def combine(
         return inner.update(grads, state, params, **extra)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def learning_rates(opt_state: Any) -> dict[int, jax.Array]:
-    """{group: lr that its next update uses} of any tree that holds the state of one build_optimizer.
-
-    Groups are numbered as in the routing table. Works on wrapped states (chain, nnx.Optimizer) and on restored ones
-    whose tuples have become dicts.
-
-    Raises:
-        ValueError: no group is found, or the states of several optimizers.
-    """
-    fields = set(GroupState._fields)
-
-    def is_group(x: Any) -> bool:
-        return isinstance(x, GroupState) or (isinstance(x, Mapping) and set(x) == fields)
-
-    rates: dict[int, jax.Array] = {}
-    owners: set[str] = set()
-    for path, x in jax.tree_util.tree_flatten_with_path(opt_state, is_leaf=is_group)[0]:
-        if not is_group(x):
-            continue
-        owner, _, label = leaf_name(path).rpartition("inner_states.")
-        match = LABEL.match(label)
-        if match:
-            owners.add(owner)
-            rate = x.learning_rate if isinstance(x, GroupState) else x["learning_rate"]
-            (rates[int(match.group(1))],) = jax.tree.leaves(rate)  # nnx keeps it in a variable
-    if len(owners) != 1:
-        raise ValueError(f"expected the state of one jax_impl optimizer, found {len(owners)}")
-    return dict(sorted(rates.items()))

@@ -23,14 +23,17 @@ TORCH_ONLY = {
     "LambdaLinearScheduler": "lambda_linear_schedule",
     "LambdaWarmUpCosineScheduler": "lambda_warmup_cosine_schedule",
     "MuonWithAuxAdamW": "muon_with_aux_adamw",
-    "OptimizersContainer": "multi_transform",
+    "OptimizersContainer": "OptimizerTransform",
     "WSDScheduler": "wsd_schedule",
     "WSFDScheduler": "wsfd_schedule",
     "build_lr_scheduler": "build_lr_schedule",
 }
 JAX_ONLY = {
     "build_lr_schedule": "build_lr_scheduler",
+    "Hyperparameters": "param_groups hold them",
+    "OptimizerTransform": "OptimizersContainer",
     "describe": "OptimizersContainer.describe",
+    "hyperparameters": "param_groups hold them",
     "lambda_linear_schedule": "LambdaLinearScheduler",
     "lambda_warmup_cosine_schedule": "LambdaWarmUpCosineScheduler",
     "learning_rates": "param_groups hold the lr",
@@ -40,7 +43,10 @@ JAX_ONLY = {
     "wsfd_schedule": "WSFDScheduler",
 }
 # counterparts under another name, by nature
-FILES_ONLY = {"torch": {"containers.py"}, "jax": {"combine.py", "tree.py"}}
+FILES_ONLY = {
+    "torch": {"containers.py", "flat_state.py"},
+    "jax": {"combine.py", "group_state.py", "transform.py", "tree.py"},
+}
 
 
 def test_files_mirror():
@@ -70,7 +76,7 @@ def arguments(callable_, *without):
         (torch_impl.schedules.SCHEDULERS[key], jax_impl.schedules.SCHEDULES[key])
         for key in torch_impl.schedules.SCHEDULERS
     ]
-    + [(torch_impl.newton_schulz, jax_impl.newton_schulz)],
+    + [(getattr(torch_impl, name), getattr(jax_impl, name)) for name in ("newton_schulz", "save_checkpoint")],
     ids=lambda c: c.__name__,
 )
 def test_arguments_mirror(torch_callable, jax_callable):

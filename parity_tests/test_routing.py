@@ -93,7 +93,7 @@ def test_only_net_is_optimized():
     assert [route.name for route in optimizer.describe()] == ["weight", "bias"]
     assert [p.requires_grad for p in model["net"].parameters()] == [True, False]
     assert all(p.requires_grad for p in model["net_ema"].parameters())
-    assert all(".net." in key for key in optimizer.state_dict())
+    assert all(".net." in key for key in optimizer.state_dict() if not key.startswith("config"))
 
 
 FLAX = {

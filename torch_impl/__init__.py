@@ -1,6 +1,7 @@
 """The optimizer-and-schedule stack in PyTorch; jax_impl computes the same."""
 
 from torch_impl.build import build_lr_scheduler, build_optimizer, route_parameters
+from torch_impl.checkpoints import load_checkpoint, save_checkpoint
 from torch_impl.containers import LRSchedulersContainer, OptimizersContainer
 from torch_impl.muon import MuonWithAuxAdamW
 from torch_impl.newton_schulz import NS_COEFFICIENTS, newton_schulz
@@ -21,6 +22,8 @@ __all__ = [
     "WSFDScheduler",
     "build_lr_scheduler",
     "build_optimizer",
+    "load_checkpoint",
     "newton_schulz",
     "route_parameters",
+    "save_checkpoint",
 ]

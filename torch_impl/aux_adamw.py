@@ -146,8 +146,8 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
 
         Raises:
             TypeError: an unknown key, or a value of the wrong type.
-            ValueError: no parameters, one without a role, an orthogonalized one of the wrong number of dimensions, a
-                view with gaps (the fused kernel would write into them), a value out of range.
+            ValueError: no parameters, one given twice, one without a role, an orthogonalized one of the wrong number
+                of dimensions, a view with gaps (the fused kernel would write into them), a value out of range.
         """
         param_group = dict(param_group)
         params = param_group["params"]
@@ -157,6 +157,8 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
             raise ValueError("a group needs at least one parameter")
         if not all(isinstance(p, Tensor) for p in param_group["params"]):
             raise TypeError("parameters must be given as tensors, without names")
+        if len(set(param_group["params"])) != len(param_group["params"]):
+            raise ValueError("a group has the same parameter twice")
         unknown = set(param_group) - {"params", "initial_lr", *self.defaults}
         if unknown:
             raise TypeError(f"a group has no {sorted(unknown)}; valid: {sorted({'params', 'roles', *self.defaults})}")

@@ -10,7 +10,15 @@ from torch import Tensor, nn
 
 from torch_impl.adam import build_adam
 from torch_impl.aux_adamw import adjusted_lr_scale
-from torch_impl.config import AdamConfig, MuonConfig, OptimizerConfig, check_keywords, parse_config, plain
+from torch_impl.config import (
+    AdamConfig,
+    MuonConfig,
+    OptimizerConfig,
+    check_keywords,
+    effective_config,
+    parse_config,
+    plain,
+)
 from torch_impl.containers import LRSchedulersContainer, OptimizersContainer
 from torch_impl.master_weights import LOW_PRECISION
 from torch_impl.muon import MuonWithAuxAdamW
@@ -61,7 +69,7 @@ def build_optimizer(model: nn.Module, optimizer_type: str, **kwargs: Any) -> Opt
     for route in routes:
         if route.role == FROZEN:
             params[route.name].requires_grad_(False)
-    return OptimizersContainer(model, optimizers, routes)
+    return OptimizersContainer(model, optimizers, routes, effective_config(optimizer_type, config))
 
 
 def route_parameters(model: nn.Module, optimizer_type: str, **kwargs: Any) -> RoutingTable:
@@ -72,12 +80,15 @@ def route_parameters(model: nn.Module, optimizer_type: str, **kwargs: Any) -> Ro
     return _route(model, optimizer_type, parse_config(optimizer_type, kwargs))[0]
 
 
-def build_lr_scheduler(optimizer: OptimizersContainer, lr_scheduler_type: str, **kwargs: Any) -> LRSchedulersContainer:
+def build_lr_scheduler(
+    optimizer: OptimizersContainer, lr_scheduler_type: str, *, start_step: int = 0, **kwargs: Any
+) -> LRSchedulersContainer:
     """Drive the lr of every group by one schedule.
 
     Args:
         optimizer: what build_optimizer returned.
         lr_scheduler_type: "lambdalinear", "lambdacosine", "wsd" or "wsfd", in any case.
+        start_step: number of updates done already, >= 0.
         **kwargs: arguments of the schedule, see torch_impl.schedules.
 
     Raises:
@@ -93,8 +104,12 @@ def build_lr_scheduler(optimizer: OptimizersContainer, lr_scheduler_type: str, *
     if scheduler_class is None:
         raise NotImplementedError(f"lr_scheduler_type must be one of {sorted(SCHEDULERS)}, got {lr_scheduler_type!r}")
     check_keywords(lr_scheduler_type, kwargs, inspect.signature(scheduler_class).parameters)
+    if isinstance(start_step, bool) or not isinstance(start_step, int):
+        raise TypeError(f"start_step must be an integer, got {start_step!r}")
+    if start_step < 0:
+        raise ValueError(f"start_step must be >= 0, got {start_step}")
     scheduler = scheduler_class(**{name: plain(value) for name, value in kwargs.items()})
-    return LRSchedulersContainer(optimizer, scheduler.schedule)
+    return LRSchedulersContainer(optimizer, scheduler.schedule, start_step)
 
 
 def _route(model: nn.Module, optimizer_type: str, config: OptimizerConfig) -> tuple[RoutingTable, list[ParameterGroup]]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import inspect
+import json
 import math
 import numbers
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torch_impl.newton_schulz import NS_DTYPES, Triple, resolve_coefficients
@@ -35,16 +37,14 @@ class OptimizerConfig:
     """Added to the root of the second moment, >= 0."""
 
     def __post_init__(self) -> None:
-        _check_real("lr", self.lr)
         if self.fused is not True:
             raise ValueError(f"fused must be True: eager optimizers are not supported; got {self.fused!r}")
         self._set(
             keys_to_select=_strings("keys_to_select", self.keys_to_select),
             lr_multipliers=_multipliers(self.lr_multipliers),
+            **{name: check_real(name, getattr(self, name)) for name in ("lr", "weight_decay", "eps")},
         )
         _check_bool("disable_weight_decay_for_1d_params", self.disable_weight_decay_for_1d_params)
-        _check_real("weight_decay", self.weight_decay)
-        _check_real("eps", self.eps)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -120,11 +120,15 @@ class MuonConfig(OptimizerConfig):
                 raise ValueError(
                     f"orthogonalize_skip_patterns: {pattern!r} is no regular expression: {error}"
                 ) from error
-        _check_fraction("muon_momentum", self.muon_momentum)
-        _check_real("muon_lr_scale", self.muon_lr_scale)
+        self._set(
+            muon_momentum=_check_fraction("muon_momentum", self.muon_momentum),
+            muon_lr_scale=check_real("muon_lr_scale", self.muon_lr_scale),
+        )
         if not isinstance(self.ns_coefficients, str):
             self._set(ns_coefficients=tuple(tuple(map(plain, triple)) for triple in self.ns_coefficients))
         resolve_coefficients(self.ns_coefficients, self.ns_steps)
+        if not isinstance(self.ns_coefficients, str):
+            self._set(ns_coefficients=tuple(tuple(map(float, triple)) for triple in self.ns_coefficients))
         if self.ns_dtype not in NS_DTYPES:
             raise ValueError(f"ns_dtype must be one of {sorted(NS_DTYPES)}, got {self.ns_dtype!r}")
         for name in ("nesterov", "capturable", "master_weights"):
@@ -158,6 +162,17 @@ def parse_config(optimizer_type: str, kwargs: Mapping[str, Any]) -> OptimizerCon
     return config_class(**{name: plain(value) for name, value in kwargs.items()})
 
 
+def effective_config(optimizer_type: str, config: OptimizerConfig) -> dict[str, Any]:
+    """Every keyword in force as JSON holds it (lists, dicts in insertion order), behind "optimizer_type"."""
+    values = {f.name: getattr(config, f.name) for f in fields(config)}
+    return json.loads(json.dumps({"optimizer_type": optimizer_type.lower(), **values}))
+
+
+def config_hash(config: Mapping[str, Any]) -> str:
+    """sha256 of an effective config, in hexadecimal; equal on both sides. The order of lr_multipliers counts."""
+    return hashlib.sha256(json.dumps(config).encode()).hexdigest()
+
+
 def check_keywords(owner: str, given: Iterable[str], parameters: Mapping[str, inspect.Parameter]) -> None:
     """Raise TypeError for a keyword that ``owner`` does not take, with the nearest that it does, or that it lacks."""
     given = list(given)
@@ -182,17 +197,20 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _check_real(argument: str, value: Any) -> None:
+def check_real(argument: str, value: Any) -> float:
+    """``value`` as a float, if it is a number that is finite and not negative."""
+    value = plain(value)
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{argument} must be a number, got {value!r}")
     if not math.isfinite(value) or value < 0:
         raise ValueError(f"{argument} must be finite and >= 0, got {value!r}")
+    return float(value)
 
 
-def _check_fraction(argument: str, value: Any) -> None:
-    _check_real(argument, value)
-    if value >= 1:
+def _check_fraction(argument: str, value: Any) -> float:
+    if check_real(argument, value) >= 1:
         raise ValueError(f"{argument} must be in [0, 1), got {value!r}")
+    return float(value)
 
 
 def _check_bool(argument: str, value: Any) -> None:
@@ -203,9 +221,7 @@ def _check_bool(argument: str, value: Any) -> None:
 def _betas(argument: str, value: Any) -> tuple[float, float]:
     if isinstance(value, str) or not isinstance(value, Sequence) or len(value) != 2:
         raise TypeError(f"{argument} must be a pair of numbers, got {value!r}")
-    for beta in value:
-        _check_fraction(argument, beta)
-    return (value[0], value[1])
+    return (_check_fraction(argument, value[0]), _check_fraction(argument, value[1]))
 
 
 def _strings(argument: str, value: Any) -> tuple[str, ...]:
@@ -217,6 +233,4 @@ def _strings(argument: str, value: Any) -> tuple[str, ...]:
 def _multipliers(value: Any) -> dict[str, float]:
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise TypeError(f"lr_multipliers must be a mapping of strings to numbers, got {value!r}")
-    for key, multiplier in value.items():
-        _check_real(f"lr_multipliers[{key!r}]", multiplier)
-    return dict(value)
+    return {key: check_real(f"lr_multipliers[{key!r}]", multiplier) for key, multiplier in value.items()}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -13,20 +14,31 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torch_impl.adam import initial_adam_state
 from torch_impl.aux_adamw import MatrixOptimizerWithAuxAdamW, loaded_copy
+from torch_impl.config import config_hash
+from torch_impl.flat_state import check_config, check_group, check_separate, check_state, common_values, unflatten
 from torch_impl.routing import RoutingTable
+
+CONFIG_KEYS = ("config", "config_hash")
 
 
 class OptimizersContainer(Stateful):
     """Optimizers of one model, stepped, saved and loaded together.
 
     ``state_dict`` is flat, ``state.<name>.<key>`` and ``param_groups.<name>.<key>``, with the model's own parameter
-    names, so that it can be matched by name and resharded.
+    names, so that it can be matched by name and resharded, and ``config`` with its hash.
     """
 
-    def __init__(self, model: nn.Module, optimizers: list[torch.optim.Optimizer], routes: RoutingTable) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizers: list[torch.optim.Optimizer],
+        routes: RoutingTable,
+        config: Mapping[str, Any],
+    ) -> None:
         self.model = model
         self.optimizers = optimizers
         self.routes = routes
+        self._config = config
 
     def __iter__(self) -> Iterator[torch.optim.Optimizer]:
         return iter(self.optimizers)
@@ -52,13 +64,17 @@ class OptimizersContainer(Stateful):
         """Role, group, base lr and decay of every parameter; print it before training."""
         return self.routes
 
+    def effective_config(self) -> dict[str, Any]:
+        """Every keyword in force, defaults included, as JSON holds it; equal to that of jax_impl."""
+        return copy.deepcopy(dict(self._config))
+
     def state_dict(self) -> dict[str, Any]:
         """Flat state without side effects; tensors are the live ones, as in torch.
 
         Parameters that have no state yet are given the equivalent zeros, which are not kept: a checkpoint reader that
         fills the tensors of a fresh ``state_dict()`` finds them all.
         """
-        flat: dict[str, Any] = {}
+        flat: dict[str, Any] = {"config": json.dumps(self._config), "config_hash": config_hash(self._config)}
         for name, p, optimizer, group in self._members():
             for key, value in (optimizer.state.get(p) or _initial_state(optimizer, p, group)).items():
                 flat[f"state.{name}.{key}"] = value
@@ -67,16 +83,21 @@ class OptimizersContainer(Stateful):
                     flat[f"param_groups.{name}.{key}"] = value
         return flat
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, override: bool = False) -> None:
         """Load a flat state; everything is checked before anything changes, tensors are copied bit for bit.
 
         A parameter may have no state at all (it never had a gradient), and a low-precision one no master (it is
         rebuilt). Hyperparameters that the state does not have stay as they are.
 
+        Args:
+            state_dict: what ``state_dict()`` gave, here or in the reference system.
+            override: keep this container's hyperparameters, lr and decay included, where the saved ones differ.
+
         Raises:
-            ValueError: other parameter names, shapes, groups, or the state of another kind of optimizer.
+            ValueError: other parameter names, shapes, groups, or config; the state of another kind of optimizer.
         """
-        states, groups = _unflatten(state_dict)
+        saved_config = {key: state_dict[key] for key in CONFIG_KEYS if key in state_dict}
+        states, groups = unflatten({key: value for key, value in state_dict.items() if key not in CONFIG_KEYS})
         members = list(self._members())
         ours = {name for name, *_ in members}
         if set(groups) != ours or not set(states) <= ours:
@@ -85,22 +106,27 @@ class OptimizersContainer(Stateful):
                 f"unknown here: {sorted((set(groups) | set(states)) - ours)}"
             )
         for name, p, optimizer, group in members:
-            _check_state(name, p, states.get(name, {}), _initial_state(optimizer, p, group))
+            check_state(name, p, states.get(name, {}), _initial_state(optimizer, p, group))
+        if override:
+            groups = {name: {k: v for k, v in values.items() if k == "step"} for name, values in groups.items()}
         names = {p: name for name, p, *_ in members}
         loaded = []
         for optimizer in self.optimizers:
             own = []
             for group in optimizer.param_groups:
                 inside = [names[p] for p in group["params"]]
-                values = _common_values([(name, groups[name]) for name in inside])
-                _check_group(inside[0], values, group)
+                values = common_values([(name, groups[name]) for name in inside])
+                if not override:
+                    check_group(inside[0], values, group)
                 if isinstance(optimizer, MatrixOptimizerWithAuxAdamW):
                     optimizer.check_hyperparameters({**group, **values})
                     if "step" not in values and any("exp_avg" in states.get(name, {}) for name in inside):
                         raise ValueError(f"the group of {inside[0]!r} has moments but no step in the state")
                 own.append((inside[0], group, values))
-            _check_separate(own)
+            if not override:
+                check_separate(own)
             loaded += own
+        check_config(saved_config, self._config, override=override)
         for name, p, optimizer, _ in members:
             state = {key: loaded_copy(torch.as_tensor(value), p) for key, value in states.get(name, {}).items()}
             optimizer.state.pop(p, None)
@@ -137,92 +163,23 @@ def _initial_state(optimizer: torch.optim.Optimizer, p: Tensor, group: dict[str,
     return initial_adam_state(p)
 
 
-def _unflatten(flat: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
-    for path, value in flat.items():
-        head, _, rest = path.partition(".")
-        name, _, key = rest.rpartition(".")
-        if head not in parts or not name:
-            raise ValueError(f"{path!r} is neither state.<name>.<key> nor param_groups.<name>.<key>")
-        parts[head].setdefault(name, {})[key] = value
-    return parts["state"], parts["param_groups"]
-
-
-def _check_state(name: str, p: Tensor, saved: dict[str, Any], expected: dict[str, Tensor]) -> None:
-    """``saved`` is empty, or has what ``expected`` has; the master may be missing."""
-    if saved and set(saved) not in (set(expected), set(expected) - {"master_param"}):
-        raise ValueError(
-            f"{name!r} needs the state {sorted(expected)}, got {sorted(saved)}: another kind of optimizer?"
-        )
-    for key, value in saved.items():
-        found = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (type(value).__name__, ())
-        wanted = (expected[key].dtype, tuple(expected[key].shape))
-        if found != wanted:
-            raise ValueError(f"state.{name}.{key} has {found[0]} {found[1]}, it must have {wanted[0]} {wanted[1]}")
-
-
-def _check_group(name: str, saved: dict[str, Any], group: dict[str, Any]) -> None:
-    """Hyperparameters that are known here, each of the kind that it has here."""
-    unknown = set(saved) - set(group) - {"initial_lr"}
-    if unknown or "lr" not in saved:
-        problem = f"unknown {sorted(unknown)}" if unknown else "no lr"
-        raise ValueError(f"the group of {name!r} has {problem} in the state: another kind of optimizer?")
-    for key, value in saved.items():
-        current = group.get(key, group["lr"])
-        if isinstance(current, (Tensor, int, float)) and not isinstance(current, bool):
-            if not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
-                raise ValueError(f"param_groups.{name}.{key} must be one number, got {value!r}")
-        elif isinstance(current, (tuple, list)) != isinstance(value, (tuple, list)):
-            raise ValueError(f"param_groups.{name}.{key} must be like {current!r}, got {value!r}")
-    rule = "decoupled_weight_decay"
-    if rule in group and saved.get(rule, group[rule]) != group[rule]:
-        raise ValueError(f"the group of {name!r} has {rule}={saved[rule]} in the state, here it is {group[rule]}")
-
-
-def _common_values(members: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
-    """The values that all members of a group agree on; they must agree on all."""
-    first_name, values = members[0]
-    for name, others in members[1:]:
-        for key in values.keys() | others.keys():
-            if key not in values or key not in others or not _equal(values[key], others[key]):
-                raise ValueError(
-                    f"{first_name!r} and {name!r} share a group here but not in the state: {key} is "
-                    f"{values.get(key)!r} and {others.get(key)!r}; was it saved with other lr_multipliers or decay?"
-                )
-    return values
-
-
-def _check_separate(loaded: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
-    """No two groups of one optimizer that differ here, in base lr or decay, are one group in the state."""
-
-    def key(group: dict[str, Any]) -> tuple[float, float]:
-        return float(group.get("initial_lr", group["lr"])), float(group.get("weight_decay", 0.0))
-
-    for i, (name, group, values) in enumerate(loaded):
-        for other, other_group, other_values in loaded[:i]:
-            if key(group) != key(other_group) and key(values) == key(other_values):
-                raise ValueError(
-                    f"{other!r} and {name!r} share a group in the state but not here, with base lr and decay "
-                    f"{key(values)}; was it saved with other lr_multipliers or decay?"
-                )
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
-
-
 class LRSchedulersContainer(Stateful):
     """One LambdaLR an optimizer, all following one schedule.
 
     Args:
         optimizers: the container whose groups are driven.
         schedule: multiplier of the base lr as a function of the number of updates done.
+        start_step: number of updates done already.
     """
 
-    def __init__(self, optimizers: OptimizersContainer, schedule: Callable[[float], float]) -> None:
+    def __init__(
+        self, optimizers: OptimizersContainer, schedule: Callable[[float], float], start_step: int = 0
+    ) -> None:
         self.schedulers = [LambdaLR(optimizer, schedule) for optimizer in optimizers]
+        for scheduler in self.schedulers:
+            scheduler.last_epoch = start_step
+            scheduler._step_count = start_step + 1
+            _set_lr(scheduler)
 
     def __iter__(self) -> Iterator[LambdaLR]:
         return iter(self.schedulers)
@@ -244,8 +201,12 @@ class LRSchedulersContainer(Stateful):
         states = [scheduler.state_dict() for scheduler in self.schedulers]
         return states[0] if len(states) == 1 else {**states[0], "schedulers": states}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def load_state_dict(self, state_dict: dict[str, Any], *, override: bool = False) -> None:
         """Continue at the saved count; lr is set at once, whether the optimizers are loaded before or after.
+
+        Args:
+            state_dict: what ``state_dict()`` gave, or that of a plain LambdaLR.
+            override: keep this container's base lrs.
 
         Raises:
             ValueError: the state was saved with another number of optimizers or of groups.
@@ -271,10 +232,14 @@ class LRSchedulersContainer(Stateful):
                     "build it with the same lr_multipliers and decay as when it was saved"
                 )
         for scheduler, state in zip(self.schedulers, states, strict=True):
-            scheduler.load_state_dict(state)
-            multipliers = [schedule(scheduler.last_epoch) for schedule in scheduler.lr_lambdas]
-            for group, base_lr, f in zip(
-                scheduler.optimizer.param_groups, scheduler.base_lrs, multipliers, strict=True
-            ):
-                assign_(group, "initial_lr", base_lr)
-                assign_(group, "lr", base_lr * f)
+            scheduler.load_state_dict({**state, "base_lrs": scheduler.base_lrs} if override else state)
+            _set_lr(scheduler)
+
+
+def _set_lr(scheduler: LambdaLR) -> None:
+    """Base lr and lr of every group at the scheduler's count."""
+    factors = [schedule(scheduler.last_epoch) for schedule in scheduler.lr_lambdas]
+    for group, base_lr, f in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, factors, strict=True):
+        assign_(group, "initial_lr", base_lr)
+        assign_(group, "lr", base_lr * f)
+    scheduler._last_lr = copy.deepcopy([group["lr"] for group in scheduler.optimizer.param_groups])

@@ -1,0 +1,122 @@
+"""What one group of parameters carries from update to update, and how to read and set it in any opt_state."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_impl.tree import leaf_name
+
+# <anything around it> inner_states.<group>.<role>.inner_state.[inner. (masters)]<field>
+_FIELD = re.compile(
+    r"(?P<owner>.*?)inner_states\.(?P<group>\d+)\.[a-z]+\.inner_state\.(?:inner\.)?"
+    r"(?P<field>schedule_count|base_lr|lr_factor|weight_decay)"
+)
+
+
+class GroupState(NamedTuple):
+    """State of one group.
+
+    Attributes:
+        schedule_count: int32, updates done, the argument of the schedule.
+        base_lr: what the schedule multiplies.
+        lr_factor: the schedule at ``schedule_count``.
+        weight_decay: of the next update.
+        inner: of the direction.
+    """
+
+    schedule_count: jax.Array
+    base_lr: jax.Array
+    lr_factor: jax.Array
+    weight_decay: jax.Array
+    inner: Any
+
+    @property
+    def learning_rate(self) -> jax.Array:
+        """What the next update uses, before it is rounded to the dtype of the arithmetic."""
+        return self.base_lr * self.lr_factor
+
+
+class Hyperparameters(NamedTuple):
+    """What the next update of a group uses: updates done, base lr, base lr times schedule, decay."""
+
+    step: jax.Array
+    base_lr: jax.Array
+    learning_rate: jax.Array
+    weight_decay: jax.Array
+
+
+def hyperparameters(opt_state: Any) -> dict[int, Hyperparameters]:
+    """{group: Hyperparameters} of any tree that holds the state of one build_optimizer.
+
+    Groups are numbered as in the routing table. Works on wrapped states (chain, MultiSteps, nnx.Optimizer) and on
+    restored ones whose tuples have become dicts.
+
+    Raises:
+        ValueError: no group is found, or the states of several optimizers.
+    """
+    groups: dict[int, dict[str, Any]] = {}
+    for match, leaf in _fields(opt_state):
+        groups.setdefault(int(match["group"]), {})[match["field"]] = leaf
+    return {
+        group: Hyperparameters(v["schedule_count"], v["base_lr"], v["base_lr"] * v["lr_factor"], v["weight_decay"])
+        for group, v in sorted(groups.items())
+    }
+
+
+def learning_rates(opt_state: Any) -> dict[int, jax.Array]:
+    """{group: lr that its next update uses}; see hyperparameters."""
+    return {group: values.learning_rate for group, values in hyperparameters(opt_state).items()}
+
+
+def set_fields(opt_state: Any, values: Mapping[str, Mapping[int, Any] | Any]) -> Any:
+    """``opt_state`` with fields of its groups replaced; dtypes, shapes and devices stay, so nothing is traced anew.
+
+    Args:
+        opt_state: any tree that holds the state of one build_optimizer.
+        values: {field of GroupState: a number for all groups, or {group: number}}.
+
+    Raises:
+        ValueError: a group that does not exist; no or several optimizers.
+    """
+    groups = {int(match["group"]) for match, _ in _fields(opt_state)}
+    for field, value in values.items():
+        unknown = set(value) - groups if isinstance(value, Mapping) else set()
+        if unknown:
+            raise ValueError(f"{field}: there is no group {sorted(unknown)}, only {sorted(groups)}")
+
+    def replace(path: tuple[Any, ...], leaf: Any) -> Any:
+        match = _FIELD.fullmatch(leaf_name(path))
+        if match is None or match["field"] not in values:
+            return leaf
+        value = values[match["field"]]
+        if isinstance(value, Mapping):
+            if int(match["group"]) not in value:
+                return leaf
+            value = value[int(match["group"])]
+        return like(leaf, value)
+
+    return jax.tree_util.tree_map_with_path(replace, opt_state)
+
+
+def like(leaf: Any, value: Any) -> Any:
+    """``value`` as an array of its own, with the dtype and the device or sharding of ``leaf``."""
+    array = np.array(value, leaf.dtype)
+    return jax.device_put(array, leaf.sharding) if isinstance(leaf, jax.Array) else jnp.asarray(array)
+
+
+def _fields(opt_state: Any) -> Iterator[tuple[re.Match[str], Any]]:
+    found = [
+        (match, leaf)
+        for path, leaf in jax.tree_util.tree_flatten_with_path(opt_state)[0]
+        if (match := _FIELD.fullmatch(leaf_name(path)))
+    ]
+    owners = {match["owner"] for match, _ in found}
+    if len(owners) != 1:
+        raise ValueError(f"expected the state of one jax_impl optimizer, found {len(owners)}")
+    return iter(found)

@@ -1,0 +1,119 @@
+"""Flat optimizer states: taking them apart, and every check that must pass before one is loaded."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torch_impl.config import config_hash
+
+
+def unflatten(flat: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    parts: dict[str, dict[str, dict[str, Any]]] = {"state": {}, "param_groups": {}}
+    for path, value in flat.items():
+        head, _, rest = path.partition(".")
+        name, _, key = rest.rpartition(".")
+        if head not in parts or not name:
+            raise ValueError(f"{path!r} is neither state.<name>.<key> nor param_groups.<name>.<key>")
+        parts[head].setdefault(name, {})[key] = value
+    return parts["state"], parts["param_groups"]
+
+
+def check_config(saved: Mapping[str, Any], config: Mapping[str, Any], *, override: bool) -> None:
+    """Compare the config that a state was saved under, if it says so, with the one in force.
+
+    Args:
+        saved: "config" (JSON) and "config_hash" of the state; none in states of other systems.
+        config: the effective config.
+        override: differences are wanted, but for the type of the optimizer.
+    """
+    if not saved:
+        return
+    try:
+        values = json.loads(saved["config"])
+        intact = config_hash(values) == saved["config_hash"]
+    except (KeyError, TypeError, ValueError):
+        intact = False
+    if not intact:
+        raise ValueError("config and config_hash of the state do not belong together: it is damaged")
+    names = ["optimizer_type"] if override else [name for name in values if name in config]
+    different = [
+        f"{name} is {values[name]!r} there and {config[name]!r} here" for name in names if values[name] != config[name]
+    ]
+    unknown = sorted(set(values) - set(config))
+    if unknown:
+        different.append(f"{unknown} unknown here")
+    if different:
+        raise ValueError(
+            f"the state was saved under another config: {'; '.join(different)}; "
+            "override=True goes on with the values of this one"
+        )
+
+
+def check_state(name: str, p: Tensor, saved: dict[str, Any], expected: dict[str, Tensor]) -> None:
+    """``saved`` is empty, or has what ``expected`` has; the master may be missing."""
+    if saved and set(saved) not in (set(expected), set(expected) - {"master_param"}):
+        raise ValueError(
+            f"{name!r} needs the state {sorted(expected)}, got {sorted(saved)}: another kind of optimizer?"
+        )
+    for key, value in saved.items():
+        found = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else (type(value).__name__, ())
+        wanted = (expected[key].dtype, tuple(expected[key].shape))
+        if found != wanted:
+            raise ValueError(f"state.{name}.{key} has {found[0]} {found[1]}, it must have {wanted[0]} {wanted[1]}")
+
+
+def check_group(name: str, saved: dict[str, Any], group: dict[str, Any]) -> None:
+    """Hyperparameters that are known here, each of the kind that it has here."""
+    unknown = set(saved) - set(group) - {"initial_lr"}
+    if unknown or "lr" not in saved:
+        problem = f"unknown {sorted(unknown)}" if unknown else "no lr"
+        raise ValueError(f"the group of {name!r} has {problem} in the state: another kind of optimizer?")
+    for key, value in saved.items():
+        current = group.get(key, group["lr"])
+        if isinstance(current, (Tensor, int, float)) and not isinstance(current, bool):
+            if not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
+                raise ValueError(f"param_groups.{name}.{key} must be one number, got {value!r}")
+        elif isinstance(current, (tuple, list)) != isinstance(value, (tuple, list)):
+            raise ValueError(f"param_groups.{name}.{key} must be like {current!r}, got {value!r}")
+    rule = "decoupled_weight_decay"
+    if rule in group and saved.get(rule, group[rule]) != group[rule]:
+        raise ValueError(f"the group of {name!r} has {rule}={saved[rule]} in the state, here it is {group[rule]}")
+
+
+def common_values(members: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
+    """The values that all members of a group agree on; they must agree on all."""
+    first_name, values = members[0]
+    for name, others in members[1:]:
+        for key in values.keys() | others.keys():
+            if key not in values or key not in others or not _equal(values[key], others[key]):
+                raise ValueError(
+                    f"{first_name!r} and {name!r} share a group here but not in the state: {key} is "
+                    f"{values.get(key)!r} and {others.get(key)!r}; was it saved with other lr_multipliers or decay?"
+                )
+    return values
+
+
+def check_separate(loaded: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
+    """No two groups of one optimizer that differ here, in base lr or decay, are one group in the state."""
+
+    def key(group: dict[str, Any]) -> tuple[float, float]:
+        return float(group.get("initial_lr", group["lr"])), float(group.get("weight_decay", 0.0))
+
+    for i, (name, group, values) in enumerate(loaded):
+        for other, other_group, other_values in loaded[:i]:
+            if key(group) != key(other_group) and key(values) == key(other_values):
+                raise ValueError(
+                    f"{other!r} and {name!r} share a group in the state but not here, with base lr and decay "
+                    f"{key(values)}; was it saved with other lr_multipliers or decay?"
+                )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
