@@ -190,8 +190,34 @@ def test_torch_only():
         torch_impl.MuonWithAuxAdamW([model.weight], {model.weight: "expert"}, lr=0.1)
 
 
+def test_no_parameters_and_parameters_given_twice():
+    for build in (
+        lambda: torch_impl.build_optimizer(nn.Module(), "adamw", lr=0.1, fused=True),
+        lambda: jax_impl.build_optimizer({}, "adamw", lr=0.1),
+    ):
+        with pytest.raises(ValueError, match="selects none of the 0"):
+            build()
+    bias = nn.Parameter(torch.ones(2))
+    for params, message in (
+        ([bias, bias], "a group has the same parameter twice"),
+        ([{"params": [bias]}, {"params": [bias]}], "more than one parameter group"),
+        ([{"params": [bias]}, {"params": []}], "a group needs at least one parameter"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            torch_impl.MuonWithAuxAdamW(params, {bias: "adamw"}, lr=0.1)
+
+
+@pytest.mark.parametrize(("start_step", "error"), [(-1, ValueError), (1.5, TypeError), (True, TypeError)])
+def test_wrong_start_steps(start_step, error):
+    optimizer = torch_impl.build_optimizer(torch_model(), "adamw", lr=0.1, fused=True)
+    schedule = dict(warm_up_steps=1, total_steps=9, decay_steps=1, f_start=0.0, f_max=1.0, f_min=0.0)
+    with pytest.raises(error, match="start_step must be"):
+        torch_impl.build_lr_scheduler(optimizer, "wsd", start_step=start_step, **schedule)
+    assert [group["lr"] for group in optimizer.optimizers[0].param_groups] == [0.1]
+
+
 def test_numpy_scalars_are_numbers():
-    kwargs = dict(lr=np.float32(0.5), fused=True, weight_decay=np.float64(0.25), lr_multipliers={"fc": 2})
+    kwargs = dict(lr=np.float32(0.5), fused=True, weight_decay=np.float64(0.25), lr_multipliers={"fc": np.int64(2)})
     for table in (
         torch_impl.route_parameters(torch_model(), "adamw", **kwargs),
         jax_impl.route_parameters(jax_params(), "adamw", **kwargs),
