@@ -13,6 +13,7 @@ from torch import nn
 
 import jax_impl
 import torch_impl
+from parity_tests.test_update_rules import SIDES
 
 PRINTED = 1e-7  # relative; the values below have eight digits
 
@@ -43,24 +44,43 @@ def from_torchtitan(warm_up, steps, decay_steps, f_min, decay_type):
 
 
 ADAMW = {"betas": (0.9, 0.95), "weight_decay": 0.1}
+GENERATION = ["moe_gen", "time_embedder", "vae2llm", "llm2vae"]
+ACTION = ["action2llm", "llm2action", "action_modality_embed"]
+REST = "everything else"
 
-# id: (optimizer_type, keywords, schedule type, its keywords, {update: lr}, {substring of a name: factor of its lr})
+# id: (optimizer_type, keywords, schedule type, its keywords, {update: lr}, {substring of a name: factor of its lr}).
+# Names without a factor are frozen, unless there is one for the rest.
 CONFIGS = {
     "cosmos vision_sft_nano": (
         "adamw",
-        dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0, keys_to_select=["moe_gen", "time_embedder"]),
+        dict(lr=1e-4, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0, keys_to_select=GENERATION),
         "lambdacosine",
         one_cycle(50, 1000, 0.0, 1.0, 0.0),
         {0: 0.0, 1: 2e-6, 25: 5e-5, 50: 1e-4, 500: 5.4128967e-5, 1000: 0.0},
-        {"moe_gen": 1.0, "time_embedder": 1.0},
+        dict.fromkeys(GENERATION, 1.0),
     ),
     "cosmos vision_sft_super": (
         "adamw",
         dict(lr=5e-4, betas=(0.9, 0.95), eps=1e-6, weight_decay=0.0, keys_to_select=["lora_"]),
         "lambdacosine",
         one_cycle(50, 1000, 0.0, 1.0, 0.0),
-        {0: 0.0, 25: 2.5e-4, 500: 2.70644835e-4},
+        {0: 0.0, 1: 1e-5, 25: 2.5e-4, 50: 5e-4, 500: 2.70644835e-4, 1000: 0.0},
         {"lora_": 1.0},
+    ),
+    "cosmos action_policy_libero_10_nano, as adamw": (
+        "adamw",
+        dict(
+            lr=5e-5,
+            betas=(0.9, 0.99),
+            eps=1e-8,
+            weight_decay=0.05,
+            keys_to_select=[*GENERATION, *ACTION],
+            lr_multipliers=dict.fromkeys(ACTION, 5.0),
+        ),
+        "lambdalinear",
+        one_cycle(500, 16000, 1e-6, 1.0, 0.0),
+        {0: 5e-11, 250: 2.5000025e-5, 500: 5e-5, 2000: 4.516129032e-5},
+        {**dict.fromkeys(GENERATION, 1.0), **dict.fromkeys(ACTION, 5.0)},
     ),
     "cosmos reasoner": (
         "adamw",
@@ -68,7 +88,7 @@ CONFIGS = {
         "lambdacosine",
         one_cycle(1000, 10000, 0.01, 1.0, 0.1),
         {0: 2e-8, 1000: 2e-6, 5500: 1.1e-6, 10000: 2e-7},
-        {"model.visual": 0.1, "moe_gen": 1.0, "time_embedder": 1.0, "lora_": 1.0},
+        {"model.visual": 0.1, REST: 1.0},
     ),
     "cosmos llava_ov, warm-up longer than the cycle": (
         "adamw",
@@ -90,6 +110,7 @@ CONFIGS = {
             45000: 1e-4,
             46250: 8.68198052e-5,
             47500: 5.5e-5,
+            49999: 1.000000888e-5,  # 1 - cos x = x^2 / 2 at x = pi / 5000
             50000: 1e-5,
             60000: 1e-5,
         },
@@ -151,8 +172,53 @@ CONFIGS = {
         {0: 3.33333333e-8, 1499: 5e-5, 2999: 1e-4, 29999: 1e-4},
         {"": 1.0},
     ),
+    # its three optimizers as one: the lr of each; that embeddings do not decay cannot be said with multipliers
+    "torchtitan qwen3 MoE debug, 8 : 1 : 8": (
+        "adamw",
+        dict(lr=8e-4, lr_multipliers={"router.gate": 0.125, "router": 1.0, "embed": 1.0}, **ADAMW),
+        "wsd",
+        from_torchtitan(2, 10, 8, 0.0, "linear"),
+        dict(enumerate([4e-4, 8e-4, 8e-4, 7e-4, 6e-4, 5e-4, 4e-4, 3e-4, 2e-4, 1e-4])),
+        {"router.gate": 0.125, REST: 1.0},
+    ),
+    # past the end its lr is zero, ours keeps the last value
+    "maxtext base, cosine": (
+        "adamw",
+        dict(lr=3e-5, eps=1e-8, **ADAMW),
+        "lambdacosine",
+        one_cycle(15000, 150001, 0.0, 1.0, 0.1),
+        {0: 0.0, 7500: 1.5e-5, 15000: 3e-5, 82500: 1.650015708e-5, 150001: 3e-6, 200000: 3e-6},
+        {"": 1.0},
+    ),
+    "maxtext base, wsd": (
+        "adamw",
+        dict(lr=3e-5, eps=1e-8, **ADAMW),
+        "wsd",
+        wsd(15000, 150001, 15000, 0.0, 1.0, 0.1, decay_type="linear"),
+        {0: 0.0, 7500: 1.5e-5, 15000: 3e-5, 135001: 3e-5, 142501: 1.65e-5, 150001: 3e-6, 200000: 3e-6},
+        {"": 1.0},
+    ),
+    "maxtext base, Muon": (
+        "muonwithauxadamw",
+        dict(lr=3e-5, weight_decay=0.0, muon_momentum=0.95, adam_betas=(0.9, 0.95)),
+        "lambdacosine",
+        one_cycle(15000, 150001, 0.0, 1.0, 0.1),
+        {0: 0.0, 15000: 3e-5, 82500: 1.650015708e-5, 150001: 3e-6},
+        {"": 1.0},
+    ),
 }
-MODULES = ("model.visual.patch", "blocks.moe_gen.up", "time_embedder.in", "blocks.lora_a")
+MODULES = (
+    "model.visual.patch",
+    "blocks.moe_gen.up",
+    "blocks.lora_a",
+    "blocks.router.gate",
+    "time_embedder.in",
+    "vae2llm",
+    "llm2vae",
+    "action2llm",
+    "llm2action",
+    "action_modality_embed",
+)
 
 
 def torch_model():
@@ -190,13 +256,13 @@ def test_learning_rates(name):
     for table in (optimizer.describe(), jax_table):
         trained = [route for route in table if route.group is not None]
         for route in trained:
-            (factor,) = [value for key, value in factors.items() if key in route.name]
+            (factor,) = {value for key, value in factors.items() if key in route.name} or {factors[REST]}
             for n, lr in expected.items():
                 for schedule_of_a_side in (f, jax_f):
                     found = route.lr * float(schedule_of_a_side(n))
                     assert found == pytest.approx(factor * lr, rel=PRINTED, abs=1e-20), (route.name, n)
         frozen = {route.name for route in table if route.group is None}
-        assert all(not any(key in frozen_name for key in factors) for frozen_name in frozen)
+        assert all(REST not in factors and not any(key in name for key in factors) for name in frozen)
         assert len(trained) + len(frozen) == 2 * len(MODULES)
     live = [float(lr) for lr in scheduler.get_last_lr()]
     assert live == pytest.approx(sorted({factor * expected[0] for factor in factors.values()}), rel=1e-6)
@@ -214,3 +280,27 @@ def test_adjusted_lr_and_decay_of_cosmos_muon():
     model.weight.grad = torch.zeros(4, 2)
     optimizer.step()
     np.testing.assert_allclose(model.weight.detach() / before, 1 - 1e-5, rtol=0, atol=1.2e-7)
+
+
+def rank_one_step(side, kwargs):
+    """|change| by the first update of a (4, 2) matrix with one gradient entry, and of a bias."""
+    gradient = np.zeros((4, 2))
+    gradient[1, 0] = 2.0
+    run = side({"fc.weight": np.zeros((4, 2)), "fc.bias": np.zeros(4)}, "muonwithauxadamw", **kwargs)
+    values = run.step({"fc.weight": gradient, "fc.bias": np.ones(4)})
+    return np.abs(values["fc.weight"]), np.abs(values["fc.bias"])
+
+
+@SIDES
+def test_nemo_automodel_muon(side):
+    """qwen2_5_7b_squad_muon: spectral scale sqrt(fan_out / fan_in), which is ours of one shape, and lr 1 : 5.
+
+    At (4, 2) sqrt 2 = (muon_lr_scale = sqrt 2 / 2) sqrt 4. 5e-4 sqrt 2 .6964364 = 4.92455e-4.
+    """
+    spectral = dict(muon_lr_scale=2**0.5 / 2, nesterov=False, muon_momentum=0.95, ns_dtype="float32")
+    rates = dict(lr=5e-4, lr_multipliers={"bias": 0.2}, weight_decay=0.0, adam_betas=(0.9, 0.999))
+    weight, bias = rank_one_step(side, {**spectral, **rates})
+    expected = np.zeros((4, 2))
+    expected[1, 0] = 4.92455e-4
+    np.testing.assert_allclose(weight, expected, atol=5e-10)  # the last digit
+    np.testing.assert_allclose(bias, 1e-4, atol=1e-10)
