@@ -9,7 +9,6 @@ import optax
 import pytest
 import torch
 
-import jax_impl
 from parity_tests import reference
 from parity_tests.test_update_rules import ADAM, ADAMW, FLOAT32, LIKE_ADAMW, SIDES, Jax, Torch
 
@@ -36,14 +35,10 @@ class ClippedJax(Jax):
     def step(self, grads, max_norm, frozen="dense"):
         tx = optax.chain(optax.clip_by_global_norm(max_norm), self.tx)
         without = {"dense": lambda g: g, "zero": jnp.zeros_like, "none": lambda g: None}[frozen]
-        trained = {route.name for route in self.routes if route.group is not None}
+        trained = {route.name for route in self.routes() if route.group is not None}
         grads = {name: jnp.asarray(g, self.dtype) for name, g in grads.items()}
         grads = {name: g if name in trained else without(g) for name, g in grads.items()}
         _, self.opt_state = tx.update(grads, tx.init(self.params), self.params)
-
-    def start(self, optimizer_type, kwargs):
-        super().start(optimizer_type, kwargs)
-        self.routes = jax_impl.route_parameters(self.params, optimizer_type, **kwargs)
 
 
 def clipped(run, *args):

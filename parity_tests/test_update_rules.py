@@ -72,12 +72,16 @@ class Torch(Side):
     def rates(self):
         return [float(group["lr"]) for optimizer in self.optimizer for group in optimizer.param_groups]
 
+    def routes(self):
+        return self.optimizer.describe()
+
 
 class Jax(Side):
     def start(self, optimizer_type, kwargs):
         self.params = {name: jnp.asarray(value, self.dtype) for name, value in self.params.items()}
         schedule = jax_impl.build_lr_schedule(self.schedule[0], **self.schedule[1]) if self.schedule else None
         self.tx = jax_impl.build_optimizer(self.params, optimizer_type, lr_schedule=schedule, **kwargs)
+        self.table = jax_impl.route_parameters(self.params, optimizer_type, **kwargs)
         self.opt_state = self.tx.init(self.params)
 
     def step(self, grads):
@@ -106,6 +110,9 @@ class Jax(Side):
 
     def rates(self):
         return [float(lr) for lr in jax_impl.learning_rates(self.opt_state).values()]
+
+    def routes(self):
+        return self.table
 
 
 SIDES = pytest.mark.parametrize("side", [Torch, Jax])
@@ -259,14 +266,23 @@ def test_optax_muon_is_another_muon():
     assert np.abs(theirs[1] - ours[1]).max() > 0.04
 
 
+# a vector, and a (1, 1) matrix whose scale makes every update lr as well
+BOTH_ROLES = pytest.mark.parametrize(
+    ("name", "gradient", "options"),
+    [("a.bias", [1.0], MUON), ("a.weight", [[1.0]], {**MUON, "muon_lr_scale": 1 / PHI_1})],
+    ids=["vector", "matrix"],
+)
+
+
 @SIDES
-def test_masters_keep_what_bfloat16_loses(side):
+@BOTH_ROLES
+def test_masters_keep_what_bfloat16_loses(side, name, gradient, options):
     """Ten updates of 0.001: each alone would round to nothing; the master is 0.99 and the parameter its rounding."""
-    run = side({"a.bias": np.ones(3)}, lr=0.001, weight_decay=0.0, dtype="bfloat16", **MUON)
+    run = side({name: np.ones_like(gradient)}, lr=0.001, weight_decay=0.0, dtype="bfloat16", **options)
     for _ in range(10):
-        values = run.step({"a.bias": np.ones(3)})
-    np.testing.assert_allclose(run.state("master_param")["a.bias"], 0.99, atol=FLOAT32)
-    assert (values["a.bias"] == 0.98828125).all()
+        values = run.step({name: gradient})
+    np.testing.assert_allclose(run.state("master_param")[name], 0.99, atol=FLOAT32)
+    assert (values[name] == 0.98828125).all()
 
 
 @SIDES
@@ -279,12 +295,13 @@ def test_without_masters_bfloat16_loses_it(side, options):
 
 
 @SIDES
-def test_new_weights_win_over_a_stale_master(side):
+@BOTH_ROLES
+def test_new_weights_win_over_a_stale_master(side, name, gradient, options):
     """Weights are loaded behind the optimizer's back: the next step starts from them."""
-    run = side({"a.bias": np.ones(1)}, lr=0.5, weight_decay=0.0, dtype="bfloat16", **MUON)
-    assert run.step({"a.bias": [1.0]})["a.bias"] == 0.5
-    run.set("a.bias", [5.0])
-    assert run.step({"a.bias": [1.0]})["a.bias"] == pytest.approx(4.5)
+    run = side({name: np.ones_like(gradient)}, lr=0.5, weight_decay=0.0, dtype="bfloat16", **options)
+    assert run.step({name: gradient})[name] == 0.5
+    run.set(name, np.full_like(gradient, 5.0))
+    assert run.step({name: gradient})[name] == 4.5
 
 
 @SIDES
