@@ -112,10 +112,13 @@ def test_loaded_groups_are_the_ones_that_both_rules_read(container):
 
 @SIDES
 @EVERY_TYPE
-def test_saving_before_training_is_no_step(side, options):
+@pytest.mark.parametrize("loaded", [False, True])
+def test_saving_before_training_is_no_step(side, options, loaded):
     """p = 1, g = .5, lr .1: the first update has t = 1 and is .1 exactly; with t = 2 it would be .0744."""
     run = side({"a.bias": np.ones(1)}, schedule=LINE, lr=0.1, weight_decay=0.0, **options)
-    save(run)
+    saved = save(run)
+    if loaded:
+        load(run, saved)
     assert all(int(count) == 0 for count in run.counts())
     assert run.step({"a.bias": [0.5]})["a.bias"] == pytest.approx(0.9, abs=FLOAT32)
     assert {int(count) for count in run.counts()} == {1}
