@@ -9,6 +9,7 @@ import optax
 import pytest
 import torch
 
+import torch_impl
 from parity_tests import reference
 from parity_tests.test_update_rules import ADAM, ADAMW, FLOAT32, LIKE_ADAMW, SIDES, Jax, Torch
 
@@ -75,6 +76,14 @@ def test_frozen_gradients_and_the_global_norm(run, args, expected):
     """Trained gradient 3, frozen gradient 4, limit 1."""
     run = run(START, lr=0.1, keys_to_select=["weight"], **LIKE_ADAMW)
     assert clipped(run, {"a.bias": [4.0], "b.weight": [[3.0]]}, 1.0, *args) == pytest.approx(expected, abs=NORM)
+
+
+def test_gradients_from_before_the_freezing_do_not_count():
+    model = torch.nn.Linear(1, 1)
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3.0)
+    torch_impl.build_optimizer(model, "adamw", lr=0.1, fused=True, keys_to_select=["weight"])
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 3.0
 
 
 def micro_steps(run, gradients, every=2):

@@ -90,6 +90,19 @@ def test_steps_that_are_not_finite_change_nothing():
         assert int(after.total_notfinite) == 1
 
 
+def test_not_finite_steps_of_bfloat16_parameters_need_float32_gradients():
+    """optax's rejected step has the gradients' dtype, ours float32: the branches of its cond must agree."""
+    params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), small_params())
+    tx = optax.apply_if_finite(jax_impl.build_optimizer(params, "adamw", lr=LR, weight_decay=0.0), 3)
+    grads = jax.tree.map(jnp.ones_like, params)
+    with pytest.raises(TypeError, match="must have equal output types"):
+        tx.update(grads, tx.init(params), params)
+    updates, _ = tx.update(optax.tree_utils.tree_cast(grads, jnp.float32), tx.init(params), params)
+    moved = optax.apply_updates(params, updates)["up"]
+    assert moved["bias"].dtype == jnp.bfloat16
+    assert (moved["bias"] == jnp.bfloat16(0.5 - LR)).all()  # the first update of Adam is lr
+
+
 STATE_ALONG_PARAMETERS = {
     # field of the state, parameter it lies along
     "adamw": [(field, name) for field in ("count", "mu", "nu") for name in ("bias", "kernel")],

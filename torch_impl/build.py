@@ -39,7 +39,7 @@ def build_optimizer(model: nn.Module, optimizer_type: str, **kwargs: Any) -> Opt
     """Optimizers over the trainable parameters of ``model`` (of its child ``net``, if it has one).
 
     Args:
-        model: parameters outside ``keys_to_select`` get ``requires_grad=False``.
+        model: parameters outside ``keys_to_select`` get ``requires_grad=False`` and lose their gradient.
         optimizer_type: "adam", "adamw" or "muonwithauxadamw", in any case.
         **kwargs: see torch_impl.config; ``lr`` and ``fused=True`` are required.
 
@@ -69,6 +69,7 @@ def build_optimizer(model: nn.Module, optimizer_type: str, **kwargs: Any) -> Opt
     for route in routes:
         if route.role == FROZEN:
             params[route.name].requires_grad_(False)
+            params[route.name].grad = None  # else gradient clipping would count it for ever
     return OptimizersContainer(model, optimizers, routes, effective_config(optimizer_type, config))
 
 
