@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -22,6 +24,7 @@ from jax_impl.config import (
     parse_config,
     plain,
 )
+from jax_impl.group_schedules import GroupSchedules, Schedules
 from jax_impl.master_weights import LOW_PRECISION, keep_master_weights
 from jax_impl.momentum import active_slices
 from jax_impl.muon import adjusted_lr_scale, scale_by_muon
@@ -46,7 +49,8 @@ def build_optimizer(
     params: Any,
     optimizer_type: str,
     *,
-    lr_schedule: optax.Schedule | None = None,
+    lr_schedule: GroupSchedules = None,
+    weight_decay_schedule: GroupSchedules = None,
     matrix_axes: AxesSpec = None,
     **kwargs: Any,
 ) -> OptimizerTransform:
@@ -56,7 +60,9 @@ def build_optimizer(
         params: pytree of arrays or shapes (``jax.eval_shape`` output will do): a linen ``params`` dict, an nnx
             ``nnx.state(model, nnx.Param)``, any other. Leaves are named by their path joined by dots.
         optimizer_type: "adam", "adamw" or "muonwithauxadamw", in any case.
-        lr_schedule: multiplier of the base lr, see build_lr_schedule; constant if None.
+        lr_schedule: multiplier of the base lr as a function of the updates done, see build_lr_schedule; constant if
+            None; {group of the routing table: function} for groups of their own.
+        weight_decay_schedule: likewise, of the base decay.
         matrix_axes: which axes of which leaves are outputs and inputs, see routing.axes_by_name.
         **kwargs: see jax_impl.config; ``lr`` is required.
 
@@ -70,21 +76,28 @@ def build_optimizer(
         ValueError: a value out of range, or nothing selected.
     """
     config = parse_config(optimizer_type, kwargs)
-    transform = _transform(params, optimizer_type, config, lr_schedule, matrix_axes)
-    return OptimizerTransform.wrap(transform, effective_config(optimizer_type, config), lr_schedule)
+    schedules = Schedules.check(lr_schedule, weight_decay_schedule)
+    transform = _transform(params, optimizer_type, config, schedules, matrix_axes)
+    return OptimizerTransform.wrap(transform, effective_config(optimizer_type, config), schedules)
 
 
 def muon_with_aux_adamw(
-    lr: float, *, lr_schedule: optax.Schedule | None = None, matrix_axes: AxesSpec = None, **kwargs: Any
+    lr: float,
+    *,
+    lr_schedule: GroupSchedules = None,
+    weight_decay_schedule: GroupSchedules = None,
+    matrix_axes: AxesSpec = None,
+    **kwargs: Any,
 ) -> OptimizerTransform:
     """Muon with AdamW as a transform that needs no parameters up front: roles are found in the tree given to ``init``.
 
     Arguments and errors are those of ``build_optimizer(params, "muonwithauxadamw", ...)``.
     """
     config = parse_config("muonwithauxadamw", {"lr": lr, **kwargs})
+    schedules = Schedules.check(lr_schedule, weight_decay_schedule)
 
     def build(params: Any) -> optax.GradientTransformationExtraArgs:
-        return _transform(params, "muonwithauxadamw", config, lr_schedule, matrix_axes)
+        return _transform(params, "muonwithauxadamw", config, schedules, matrix_axes)
 
     def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         if params is None:
@@ -92,13 +105,13 @@ def muon_with_aux_adamw(
         return build(params).update(grads, state, params, **extra)
 
     inner = optax.GradientTransformationExtraArgs(lambda params: build(params).init(params), update)
-    return OptimizerTransform.wrap(inner, effective_config("muonwithauxadamw", config), lr_schedule)
+    return OptimizerTransform.wrap(inner, effective_config("muonwithauxadamw", config), schedules)
 
 
 def route_parameters(params: Any, optimizer_type: str, *, matrix_axes: AxesSpec = None, **kwargs: Any) -> RoutingTable:
     """The table of roles, groups and learning rates that build_optimizer would use, before any schedule.
 
-    Arguments and errors are those of build_optimizer, without ``lr_schedule``.
+    Arguments and errors are those of build_optimizer, without the schedules.
     """
     return _route(params, optimizer_type, parse_config(optimizer_type, kwargs), matrix_axes)[0]
 
@@ -133,18 +146,21 @@ def _transform(
     params: Any,
     optimizer_type: str,
     config: OptimizerConfig,
-    lr_schedule: optax.Schedule | None,
+    schedules: Schedules,
     matrix_axes: AxesSpec,
 ) -> optax.GradientTransformationExtraArgs:
     routes, groups = _route(params, optimizer_type, config, matrix_axes)
+    schedules.check_groups(len(groups))
     axes = {route.name: route.matrix_axes for route in routes}
     labels = {route.name: _label(route) for route in routes}
     transforms = {}
     for route in routes:
         label = labels[route.name]
         if label not in transforms:
-            group = None if route.group is None else groups[route.group]
-            transforms[label] = freeze() if group is None else _rule(route.role, group, config, axes, lr_schedule)
+            transforms[label] = freeze()
+            if route.group is not None:
+                factors = functools.partial(schedules.factors, route.group)
+                transforms[label] = _rule(route.role, groups[route.group], config, axes, factors)
     return combine(transforms, labels)
 
 
@@ -208,14 +224,14 @@ def _rule(
     group: ParameterGroup,
     config: OptimizerConfig,
     axes: dict[str, MatrixAxes | None],
-    lr_schedule: optax.Schedule | None,
+    factors: Callable[[jax.Array], tuple[Any, Any]],
 ) -> optax.GradientTransformationExtraArgs:
     if isinstance(config, AdamConfig):
         return descend(
             scale_by_adam(betas=config.betas, eps=config.eps),
             lr=group.lr,
             weight_decay=group.weight_decay,
-            lr_schedule=lr_schedule,
+            factors=factors,
             decoupled=isinstance(config, AdamWConfig),
         )
     assert isinstance(config, MuonConfig)
@@ -240,5 +256,5 @@ def _rule(
                 assert expert_axes is not None
                 return active_slices(grad, expert_axes.batch)
 
-    rule = descend(direction, lr=group.lr, weight_decay=group.weight_decay, lr_schedule=lr_schedule, active=active)
+    rule = descend(direction, lr=group.lr, weight_decay=group.weight_decay, factors=factors, active=active)
     return keep_master_weights(rule) if config.master_weights else rule

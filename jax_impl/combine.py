@@ -19,17 +19,16 @@ def descend(
     *,
     lr: float,
     weight_decay: float,
-    lr_schedule: optax.Schedule | None = None,
+    factors: Callable[[jax.Array], tuple[Any, Any]] = lambda count: (1.0, 1.0),
     decoupled: bool = True,
     active: Callable[[str, jax.Array], jax.Array] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Updates of one group: -lr f(count) (direction + weight_decay p).
+    """Updates of one group: -lr f(count) (direction + weight_decay h(count) p), (f, h) = factors.
 
     Args:
         direction: scales gradients, knows neither lr nor decay.
-        lr: base learning rate.
-        weight_decay: decay coefficient.
-        lr_schedule: f, multiplier of the base lr after ``count`` updates; 1 if None.
+        lr, weight_decay: base values.
+        factors: what multiplies them after ``count`` updates.
         decoupled: False adds the decay to the gradient instead (L2).
         active: None, or a function of (name, gradient) that masks what must neither move nor decay.
 
@@ -37,35 +36,38 @@ def descend(
     lr and decay are part of the state, where they can be read and set.
     """
 
-    def factor(count: jax.Array) -> jax.Array:
-        return jnp.asarray(1.0 if lr_schedule is None else lr_schedule(count), jnp.result_type(float))
+    def at(count: jax.Array) -> dict[str, jax.Array]:
+        values = zip(("lr_factor", "weight_decay_factor"), factors(count), strict=True)
+        return {name: jnp.asarray(value, jnp.result_type(float)) for name, value in values}
 
     def init(params: Any) -> GroupState:
         count = jnp.zeros((), jnp.int32)
-        base_lr, decay = (jnp.asarray(x, jnp.result_type(float)) for x in (lr, weight_decay))
-        return GroupState(count, base_lr, factor(count), decay, direction.init(params))
+        base_lr, base_weight_decay = (jnp.asarray(x, jnp.result_type(float)) for x in (lr, weight_decay))
+        inner = direction.init(params)
+        return GroupState(count, base_lr=base_lr, base_weight_decay=base_weight_decay, **at(count), inner=inner)
 
     def update(grads: Any, state: GroupState, params: Any = None, **extra: Any) -> tuple[Any, GroupState]:
-        lr_now = state.base_lr * factor(state.schedule_count)
+        # computed anew, so that a count or a schedule that was changed from outside is in force at once
+        now = state._replace(**at(state.schedule_count))
 
         def penalized(name: str, p: jax.Array, g: Any) -> tuple[Any]:
             dtype = compute_dtype(p)
-            return (None if g is None else g.astype(dtype) + state.weight_decay.astype(dtype) * p.astype(dtype),)
+            return (None if g is None else g.astype(dtype) + now.weight_decay.astype(dtype) * p.astype(dtype),)
 
         def leaf(name: str, p: jax.Array, g: Any, d: jax.Array) -> tuple[jax.Array]:
             if g is None:
                 return (jnp.zeros_like(p, compute_dtype(p)),)
-            descent = d + state.weight_decay.astype(d.dtype) * p.astype(d.dtype) if decoupled else d
+            descent = d + now.weight_decay.astype(d.dtype) * p.astype(d.dtype) if decoupled else d
             if active is not None:
                 descent = jnp.where(active(name, g), descent, 0.0)
-            return (-lr_now.astype(d.dtype) * descent,)
+            return (-now.learning_rate.astype(d.dtype) * descent,)
 
         if not decoupled:
             (grads,) = map_params(penalized, 1, params, grads)
         directions, inner = direction.update(grads, state.inner, params, **extra)
         (updates,) = map_params(leaf, 1, params, grads, directions)
         count = optax.safe_increment(state.schedule_count)
-        return updates, state._replace(schedule_count=count, lr_factor=factor(count), inner=inner)
+        return updates, state._replace(schedule_count=count, **at(count), inner=inner)
 
     return optax.GradientTransformationExtraArgs(init, update)
 

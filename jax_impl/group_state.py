@@ -15,7 +15,7 @@ from jax_impl.tree import leaf_name
 # <anything around it> inner_states.<group>.<role>.inner_state.[inner. (masters)]<field>
 _FIELD = re.compile(
     r"(?P<owner>.*?)inner_states\.(?P<group>\d+)\.[a-z]+\.inner_state\.(?:inner\.)?"
-    r"(?P<field>schedule_count|base_lr|lr_factor|weight_decay)"
+    r"(?P<field>schedule_count|base_lr|lr_factor|base_weight_decay|weight_decay_factor)"
 )
 
 
@@ -23,17 +23,17 @@ class GroupState(NamedTuple):
     """State of one group.
 
     Attributes:
-        schedule_count: int32, updates done, the argument of the schedule.
-        base_lr: what the schedule multiplies.
-        lr_factor: the schedule at ``schedule_count``.
-        weight_decay: of the next update.
+        schedule_count: int32, updates done, the argument of the schedules.
+        base_lr, base_weight_decay: what the schedules multiply.
+        lr_factor, weight_decay_factor: the schedules at ``schedule_count``.
         inner: of the direction.
     """
 
     schedule_count: jax.Array
     base_lr: jax.Array
     lr_factor: jax.Array
-    weight_decay: jax.Array
+    base_weight_decay: jax.Array
+    weight_decay_factor: jax.Array
     inner: Any
 
     @property
@@ -41,13 +41,19 @@ class GroupState(NamedTuple):
         """What the next update uses, before it is rounded to the dtype of the arithmetic."""
         return self.base_lr * self.lr_factor
 
+    @property
+    def weight_decay(self) -> jax.Array:
+        """Likewise."""
+        return self.base_weight_decay * self.weight_decay_factor
+
 
 class Hyperparameters(NamedTuple):
-    """What the next update of a group uses: updates done, base lr, base lr times schedule, decay."""
+    """A group: updates done, what the schedules multiply, and the lr and decay that the next update uses."""
 
     step: jax.Array
     base_lr: jax.Array
     learning_rate: jax.Array
+    base_weight_decay: jax.Array
     weight_decay: jax.Array
 
 
@@ -63,9 +69,10 @@ def hyperparameters(opt_state: Any) -> dict[int, Hyperparameters]:
     groups: dict[int, dict[str, Any]] = {}
     for match, leaf in _fields(opt_state):
         groups.setdefault(int(match["group"]), {})[match["field"]] = leaf
+    states = {group: GroupState(**fields, inner=None) for group, fields in sorted(groups.items())}
     return {
-        group: Hyperparameters(v["schedule_count"], v["base_lr"], v["base_lr"] * v["lr_factor"], v["weight_decay"])
-        for group, v in sorted(groups.items())
+        group: Hyperparameters(s.schedule_count, s.base_lr, s.learning_rate, s.base_weight_decay, s.weight_decay)
+        for group, s in states.items()
     }
 
 

@@ -13,6 +13,7 @@ import optax
 
 from jax_impl.checkpoints import match
 from jax_impl.config import check_real, config_hash
+from jax_impl.group_schedules import Schedules
 from jax_impl.group_state import hyperparameters, set_fields
 
 
@@ -32,18 +33,16 @@ class OptimizerTransform(optax.GradientTransformationExtraArgs):  # type: ignore
 
     _config: Mapping[str, Any]
     _hash: np.ndarray
-    _lr_schedule: optax.Schedule | None
+    _schedules: Schedules
 
     @classmethod
     def wrap(
         cls,
         inner: optax.GradientTransformationExtraArgs,
         config: Mapping[str, Any],
-        lr_schedule: optax.Schedule | None,
+        schedules: Schedules,
     ) -> OptimizerTransform:
-        """``inner``, with the hash of ``config`` in its state."""
-        if lr_schedule is not None and not callable(lr_schedule):
-            raise TypeError(f"lr_schedule must be a function of the step, got {lr_schedule!r}")
+        """``inner``, built with ``schedules``, with the hash of ``config`` in its state."""
         digest = np.frombuffer(bytes.fromhex(config_hash(config)), ">u4")
 
         def init(params: Any) -> OptimizerState:
@@ -56,7 +55,7 @@ class OptimizerTransform(optax.GradientTransformationExtraArgs):  # type: ignore
         transform = cls(init, update)
         transform._config = config
         transform._hash = digest
-        transform._lr_schedule = lr_schedule
+        transform._schedules = schedules
         return transform
 
     def effective_config(self) -> dict[str, Any]:
@@ -77,9 +76,9 @@ class OptimizerTransform(optax.GradientTransformationExtraArgs):  # type: ignore
         Raises:
             ValueError: other names, shapes or dtypes; another config than this transform's, without ``override``.
         """
-        ours = ("config_hash", "base_lr", "weight_decay") if override else ()
+        ours = ("config_hash", "base_lr", "base_weight_decay") if override else ()
         restored = match(target, saved, config_hash=self._hash, keep=ours)
-        return self._with_lr_factor(restored) if override else restored
+        return self._with_factors(restored) if override else restored
 
     def set_hyperparameters(
         self,
@@ -87,30 +86,29 @@ class OptimizerTransform(optax.GradientTransformationExtraArgs):  # type: ignore
         *,
         step: int | None = None,
         base_lr: float | Mapping[int, float] | None = None,
-        weight_decay: float | Mapping[int, float] | None = None,
+        base_weight_decay: float | Mapping[int, float] | None = None,
     ) -> Any:
         """``opt_state`` with another position in the schedule, base lr or decay, of the same structure and dtypes.
 
         Args:
             opt_state: is left as it is.
-            step: updates done, the argument of the schedule; the step counts of bias corrections stay.
-            base_lr: what the schedule multiplies; a number for all groups, or {group: number}.
-            weight_decay: likewise.
+            step: updates done, the argument of the schedules; the step counts of bias corrections stay.
+            base_lr, base_weight_decay: what the schedules multiply; a number for all groups, or {group: number}.
 
         Raises:
             TypeError, ValueError: a value that is no number >= 0, a group that does not exist.
         """
         if step is not None and (isinstance(step, bool) or not isinstance(step, (int, np.integer))):
             raise TypeError(f"step must be an integer, got {step!r}")
-        given = {"step": step, "base_lr": base_lr, "weight_decay": weight_decay}
+        given = {"step": step, "base_lr": base_lr, "base_weight_decay": base_weight_decay}
         for name, value in given.items():
             for number in value.values() if isinstance(value, Mapping) else [0 if value is None else value]:
                 check_real(name, number)
         given["schedule_count"] = given.pop("step")
-        return self._with_lr_factor(set_fields(opt_state, {k: v for k, v in given.items() if v is not None}))
+        return self._with_factors(set_fields(opt_state, {k: v for k, v in given.items() if v is not None}))
 
-    def _with_lr_factor(self, opt_state: Any) -> Any:
-        if self._lr_schedule is None:
-            return set_fields(opt_state, {"lr_factor": 1.0})
-        steps = {group: values.step for group, values in hyperparameters(opt_state).items()}
-        return set_fields(opt_state, {"lr_factor": {g: self._lr_schedule(jnp.asarray(n)) for g, n in steps.items()}})
+    def _with_factors(self, opt_state: Any) -> Any:
+        groups = hyperparameters(opt_state)
+        factors = {group: self._schedules.factors(group, jnp.asarray(at.step)) for group, at in groups.items()}
+        fields = zip(("lr_factor", "weight_decay_factor"), zip(*factors.values(), strict=True), strict=True)
+        return set_fields(opt_state, {name: dict(zip(groups, values, strict=True)) for name, values in fields})

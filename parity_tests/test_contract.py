@@ -45,7 +45,7 @@ JAX_ONLY = {
 # counterparts under another name, by nature
 FILES_ONLY = {
     "torch": {"containers.py", "flat_state.py"},
-    "jax": {"combine.py", "group_state.py", "transform.py", "tree.py"},
+    "jax": {"combine.py", "group_schedules.py", "group_state.py", "transform.py", "tree.py"},
 }
 
 
@@ -85,7 +85,7 @@ def test_arguments_mirror(torch_callable, jax_callable):
 
 def test_builders_mirror():
     """JAX has no model to inspect, so params and the axes come in; its schedule is part of the transform."""
-    extra = ("model", "params", "lr_schedule", "matrix_axes")
+    extra = ("model", "params", "lr_schedule", "weight_decay_schedule", "matrix_axes")
     assert arguments(torch_impl.build_optimizer, *extra) == arguments(jax_impl.build_optimizer, *extra)
     assert arguments(torch_impl.route_parameters, *extra) == arguments(jax_impl.route_parameters, *extra)
     assert list(torch_impl.schedules.SCHEDULERS) == list(jax_impl.schedules.SCHEDULES)

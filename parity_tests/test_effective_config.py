@@ -272,10 +272,10 @@ def test_hyperparameters_are_read_and_set_without_a_retrace(wrapper):
     updates, state = step(state)
     np.testing.assert_allclose(updates["head"]["bias"], -0.2 * 1.5, rtol=1e-5)
     untouched = jax.tree.leaves(state)
-    changed = transform.set_hyperparameters(state, base_lr={0: 0.01}, weight_decay=0.25, step=7)
+    changed = transform.set_hyperparameters(state, base_lr={0: 0.01}, base_weight_decay=0.25, step=7)
     assert all(a is b for a, b in zip(untouched, jax.tree.leaves(state), strict=True))
     values = jax_impl.hyperparameters(changed)
-    assert [[float(x) for x in v] for v in values.values()] == [[7, 0.01, 0.01, 0.25], [7, 0.2, 0.2, 0.25]]
+    assert [[float(x) for x in v] for v in values.values()] == [[7, 0.01, 0.01, 0.25, 0.25], [7, 0.2, 0.2, 0.25, 0.25]]
     updates, _ = step(changed)
     np.testing.assert_allclose(updates["fc"]["bias"], -0.01 * 1.25, rtol=1e-5)
     np.testing.assert_allclose(updates["head"]["bias"], -0.2 * 1.25, rtol=1e-5)
@@ -300,7 +300,7 @@ def test_hyperparameters_inside_an_nnx_optimizer():
     ("change", "error", "message"),
     [
         ({"base_lr": -1.0}, ValueError, "base_lr must be finite and >= 0, got -1.0"),
-        ({"weight_decay": {0: float("nan")}}, ValueError, "weight_decay must be finite"),
+        ({"base_weight_decay": {0: float("nan")}}, ValueError, "base_weight_decay must be finite"),
         ({"base_lr": {3: 0.1}}, ValueError, r"base_lr: there is no group \[3\], only \[0\]"),
         ({"step": 1.5}, TypeError, "step must be an integer, got 1.5"),
         ({"step": -1}, ValueError, "step must be finite and >= 0, got -1"),
