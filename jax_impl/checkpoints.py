@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +68,8 @@ def match(target: Any, saved: Any, *, config_hash: np.ndarray, keep: Collection[
         config_hash: what a leaf of this name must hold where ``target`` has no values.
         keep: last parts of the names of leaves that are taken from ``target``.
     """
-    wanted, given = named_leaves(target), named_leaves(saved)
+    wanted = named_leaves(target)
+    given = _without_value(named_leaves(saved), wanted)
     absent = [name for name in wanted if name not in given]
     rebuilt = {name for name in absent if _MASTER.fullmatch(name) and not _is_abstract(wanted[name])}
     missing, unknown = [name for name in absent if name not in rebuilt], [name for name in given if name not in wanted]
@@ -91,6 +92,16 @@ def match(target: Any, saved: Any, *, config_hash: np.ndarray, keep: Collection[
                 )
     leaves = [_copy(leaf, leaf if name in kept else given[name]) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _without_value(given: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
+    """Orbax without a target gives back an nnx variable as ``{"value": array}``; leaf_name leaves that part out."""
+
+    def rename(name: str) -> str:
+        short = name.removesuffix(".value")
+        return name if name in wanted or short in given else short
+
+    return {rename(name): leaf for name, leaf in given.items()}
 
 
 def _last(name: str) -> str:

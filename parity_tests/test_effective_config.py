@@ -323,6 +323,7 @@ def test_wrong_hyperparameters(change, error, message):
             r"fc.bias has float32 \(4,\), it must have",
         ),
         (lambda leaves: leaves.update({"fc.bias": np.ones(3)}), r"fc.bias has float64 \(3,\), it must have float32"),
+        (lambda leaves: leaves.update({"fc.bias.value": np.ones(3)}), r"unknown here: \['fc.bias.value'\]"),
     ],
 )
 def test_foreign_trees_are_refused(change, message):
@@ -333,6 +334,18 @@ def test_foreign_trees_are_refused(change, message):
     change(leaves)
     with pytest.raises(ValueError, match=message):
         transform.restore(params, leaves)
+
+
+def test_nnx_variables_that_a_reader_gives_back_as_dicts():
+    """Orbax without a target has {"value": array} where the nnx state has a variable."""
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    state = nnx.state(model, nnx.Param)
+    transform = jax_impl.build_optimizer(state, "adamw", lr=0.1)
+    saved = {"kernel": {"value": np.full((2, 3), 2, np.float32)}, "bias": {"value": np.full(3, 3, np.float32)}}
+    restored = transform.restore(state, saved)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    assert {float(x) for x in restored["kernel"][...].ravel()} == {2.0}
+    assert {float(x) for x in restored["bias"][...].ravel()} == {3.0}
 
 
 def test_masters_that_were_not_saved_are_rebuilt():
