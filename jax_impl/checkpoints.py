@@ -54,7 +54,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
         content = serialization.msgpack_restore(data)
     except Exception as error:  # msgpack raises what its C code happens to meet
         raise ValueError(f"{os.fspath(path)!r} is truncated or no checkpoint: {error}") from error
-    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+    if not isinstance(content, dict) or content.keys() != {"format", "leaves"} or content["format"] != _FORMAT:
         raise ValueError(f"{os.fspath(path)!r} was not written by save_checkpoint")
     return content["leaves"]
 
