@@ -1,4 +1,4 @@
-"""One device for the whole suite, single-threaded frameworks, x64 on."""
+"""One device for the whole suite, single-threaded frameworks, x64 on, two profiles of random examples."""
 
 from __future__ import annotations
 
@@ -9,6 +9,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported: two t
 os.environ.setdefault("JAX_ENABLE_X64", "1")
 
 import pytest
+from hypothesis import settings
+
+# shared out among the property tests; "ci" draws the same examples every time
+settings.register_profile("ci", max_examples=300, derandomize=True, deadline=None)
+settings.register_profile("thorough", max_examples=5000, deadline=None, database=None)
+settings.load_profile("ci")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
