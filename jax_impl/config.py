@@ -46,7 +46,7 @@ class OptimizerConfig:
             lr_multipliers=_multipliers(self.lr_multipliers),
             **{name: check_real(name, getattr(self, name)) for name in ("lr", "weight_decay", "eps")},
         )
-        _check_bool("disable_weight_decay_for_1d_params", self.disable_weight_decay_for_1d_params)
+        check_bool("disable_weight_decay_for_1d_params", self.disable_weight_decay_for_1d_params)
 
     def _set(self, **values: Any) -> None:
         for name, value in values.items():
@@ -65,7 +65,7 @@ class AdamConfig(OptimizerConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._set(betas=_betas("betas", self.betas))
-        _check_bool("capturable", self.capturable)
+        check_bool("capturable", self.capturable)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,7 +134,7 @@ class MuonConfig(OptimizerConfig):
         if self.ns_dtype not in NS_DTYPES:
             raise ValueError(f"ns_dtype must be one of {sorted(NS_DTYPES)}, got {self.ns_dtype!r}")
         for name in ("nesterov", "capturable", "master_weights"):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
 
 
 CONFIGS: dict[str, type[OptimizerConfig]] = {
@@ -219,7 +219,7 @@ def _check_fraction(argument: str, value: Any) -> float:
     return float(value)
 
 
-def _check_bool(argument: str, value: Any) -> None:
+def check_bool(argument: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {value!r}")
 

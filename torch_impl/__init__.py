@@ -5,6 +5,7 @@ from torch_impl.checkpoints import load_checkpoint, save_checkpoint
 from torch_impl.containers import LRSchedulersContainer, OptimizersContainer
 from torch_impl.muon import MuonWithAuxAdamW
 from torch_impl.newton_schulz import NS_COEFFICIENTS, newton_schulz
+from torch_impl.param_scheduler import OptimizerParamScheduler
 from torch_impl.routing import MatrixAxes, ParameterRoute, RoutingTable
 from torch_impl.schedules import LambdaLinearScheduler, LambdaWarmUpCosineScheduler, WSDScheduler, WSFDScheduler
 
@@ -15,6 +16,7 @@ __all__ = [
     "LambdaWarmUpCosineScheduler",
     "MatrixAxes",
     "MuonWithAuxAdamW",
+    "OptimizerParamScheduler",
     "OptimizersContainer",
     "ParameterRoute",
     "RoutingTable",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torch_impl.master_weights import LOW_PRECISION, compute_dtype, matching, working_copy, write_back_
+from torch_impl.param_groups import LR_RULE, WD_RULE
 from torch_impl.routing import ADAMW, EXPERT, MATRIX
 
 ORTHOGONALIZED = (MATRIX, EXPERT)
@@ -159,7 +160,7 @@ class MatrixOptimizerWithAuxAdamW(torch.optim.Optimizer, ABC):
             raise TypeError("parameters must be given as tensors, without names")
         if len(set(param_group["params"])) != len(param_group["params"]):
             raise ValueError("a group has the same parameter twice")
-        unknown = set(param_group) - {"params", "initial_lr", *self.defaults}
+        unknown = set(param_group) - {"params", "initial_lr", *LR_RULE, WD_RULE, *self.defaults}
         if unknown:
             raise TypeError(f"a group has no {sorted(unknown)}; valid: {sorted({'params', 'roles', *self.defaults})}")
         for p in param_group["params"]:

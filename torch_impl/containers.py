@@ -150,7 +150,7 @@ def assign_(group: dict[str, Any], key: str, value: Any) -> None:
     """Set ``group[key]``: a tensor is filled, so that whoever holds it sees the value; a number stays a number."""
     current = group.get(key)
     if isinstance(current, Tensor):
-        current.copy_(torch.as_tensor(value).reshape(current.shape))
+        current.copy_(torch.as_tensor(value, dtype=current.dtype).reshape(current.shape))
     elif isinstance(value, Tensor):
         group[key] = value.item() if isinstance(current, (int, float)) else value.clone()
     else:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torch_impl.config import config_hash
+from torch_impl.param_groups import LR_RULE, WD_RULE
 
 
 def unflatten(flat: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
@@ -69,7 +70,7 @@ def check_state(name: str, p: Tensor, saved: dict[str, Any], expected: dict[str,
 
 def check_group(name: str, saved: dict[str, Any], group: dict[str, Any]) -> None:
     """Hyperparameters that are known here, each of the kind that it has here."""
-    unknown = set(saved) - set(group) - {"initial_lr"}
+    unknown = set(saved) - set(group) - {"initial_lr", *LR_RULE, WD_RULE}
     if unknown or "lr" not in saved:
         problem = f"unknown {sorted(unknown)}" if unknown else "no lr"
         raise ValueError(f"the group of {name!r} has {problem} in the state: another kind of optimizer?")
@@ -101,15 +102,17 @@ def common_values(members: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
 def check_separate(loaded: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> None:
     """No two groups of one optimizer that differ here, in base lr or decay, are one group in the state."""
 
-    def key(group: dict[str, Any]) -> tuple[float, float]:
-        return float(group.get("initial_lr", group["lr"])), float(group.get("weight_decay", 0.0))
+    def key(group: dict[str, Any]) -> tuple[float, ...]:
+        base = float(group.get("initial_lr", group["lr"])), float(group.get("weight_decay", 0.0))
+        # an annealer may have brought all groups to zero
+        return *base, *(float(group.get(rule, -1.0)) for rule in (*LR_RULE, WD_RULE))
 
     for i, (name, group, values) in enumerate(loaded):
         for other, other_group, other_values in loaded[:i]:
             if key(group) != key(other_group) and key(values) == key(other_values):
                 raise ValueError(
                     f"{other!r} and {name!r} share a group in the state but not here, with base lr and decay "
-                    f"{key(values)}; was it saved with other lr_multipliers or decay?"
+                    f"{key(values)[:2]}; was it saved with other lr_multipliers or decay?"
                 )
 
 

@@ -10,6 +10,11 @@ from typing import NamedTuple
 
 from torch import nn
 
+# what a group may carry for OptimizerParamScheduler: factors, and bounds of its own
+LR_BOUNDS = ("max_lr", "min_lr")
+LR_RULE = ("lr_mult", *LR_BOUNDS)
+WD_RULE = "wd_mult"
+
 
 class ParameterGroup(NamedTuple):
     """Parameters with equal base lr and weight decay, in definition order."""
