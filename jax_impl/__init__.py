@@ -5,6 +5,7 @@ from jax_impl.checkpoints import load_checkpoint, save_checkpoint
 from jax_impl.group_state import Hyperparameters, hyperparameters, learning_rates
 from jax_impl.muon import scale_by_muon
 from jax_impl.newton_schulz import NS_COEFFICIENTS, newton_schulz
+from jax_impl.param_scheduler import OptimizerParamScheduler
 from jax_impl.routing import MatrixAxes, ParameterRoute, RoutingTable
 from jax_impl.schedules import lambda_linear_schedule, lambda_warmup_cosine_schedule, wsd_schedule, wsfd_schedule
 from jax_impl.transform import OptimizerTransform
@@ -13,6 +14,7 @@ __all__ = [
     "NS_COEFFICIENTS",
     "Hyperparameters",
     "MatrixAxes",
+    "OptimizerParamScheduler",
     "OptimizerTransform",
     "ParameterRoute",
     "RoutingTable",

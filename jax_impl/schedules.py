@@ -19,7 +19,7 @@ import optax
 DECAY_TYPES = ("cosine", "linear")
 
 
-def _elapsed(count: Any, start: float) -> jax.Array:
+def elapsed(count: Any, start: float) -> jax.Array:
     """``count - start`` as a float, exact wherever the result is.
 
     Horizons exceed 32 bits and float32 counts only to 2^24. Host numbers are therefore subtracted in float64, and
@@ -86,7 +86,7 @@ def _cyclic_schedule(decay_type: str, **lists: Sequence[float]) -> optax.Schedul
     def cycle_value(count: Any, c: int) -> jax.Array:
         warm_up, length = lists["warm_up_steps"][c], lengths[c]
         f_start, f_max, f_min = (lists[name][c] for name in ("f_start", "f_max", "f_min"))
-        m = jnp.minimum(_elapsed(count, ends[c] - length), float(length))
+        m = jnp.minimum(elapsed(count, ends[c] - length), float(length))
         ramp = _ramp(m, warm_up, f_start, f_max)
         if length <= warm_up:  # decided here, so that no traced branch divides by zero
             return ramp
@@ -96,7 +96,7 @@ def _cyclic_schedule(decay_type: str, **lists: Sequence[float]) -> optax.Schedul
     def schedule(count: Any) -> jax.Array:
         value = cycle_value(count, last)
         for c in reversed(range(last)):
-            value = jnp.where(_elapsed(count, ends[c]) <= 0, cycle_value(count, c), value)
+            value = jnp.where(elapsed(count, ends[c]) <= 0, cycle_value(count, c), value)
         return value
 
     return schedule
@@ -182,18 +182,18 @@ def _phased_schedule(
     stable_steps = decay_start - warm_up_steps
 
     def schedule(count: Any) -> jax.Array:
-        value = jnp.full_like(_elapsed(count, 0), f_min)
+        value = jnp.full_like(elapsed(count, 0), f_min)
         if decay_steps > 0:
-            x = _elapsed(count, decay_start) / float(decay_steps)
+            x = elapsed(count, decay_start) / float(decay_steps)
             decay = _anneal(x, f_cooldown_start, f_min, decay_type)
-            value = jnp.where(_elapsed(count, total_steps) < 0, decay, value)
+            value = jnp.where(elapsed(count, total_steps) < 0, decay, value)
         if stable_steps > 0:
-            x = _elapsed(count, warm_up_steps) / float(stable_steps)
+            x = elapsed(count, warm_up_steps) / float(stable_steps)
             stable = _anneal(x, f_max, f_cooldown_start, "linear") if f_cooldown_start != f_max else f_max
-            value = jnp.where(_elapsed(count, decay_start) < 0, stable, value)
+            value = jnp.where(elapsed(count, decay_start) < 0, stable, value)
         if warm_up_steps > 0:
-            m = _elapsed(count, 0)
-            value = jnp.where(_elapsed(count, warm_up_steps) < 0, _ramp(m, warm_up_steps, f_start, f_max), value)
+            m = elapsed(count, 0)
+            value = jnp.where(elapsed(count, warm_up_steps) < 0, _ramp(m, warm_up_steps, f_start, f_max), value)
         return value
 
     return schedule

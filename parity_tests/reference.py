@@ -19,7 +19,13 @@ Array = np.ndarray
 
 def anneal(x: float, f_from: float, f_to: float, decay_type: str) -> float:
     """Weight of ``f_from``: 1 at x = 0, 0 at x = 1."""
-    weight = {"linear": 1 - x, "cosine": 0.5 * (1 + math.cos(math.pi * x))}[decay_type]
+    weights = {
+        "linear": 1 - x,
+        "cosine": 0.5 * (1 + math.cos(math.pi * x)),
+        "exponential": 2 ** (1 - x) - 1,
+        "minus_sqrt": 1 - max(x, 0) ** 0.5,
+    }
+    weight = weights[decay_type]
     return f_from * weight + f_to * (1 - weight)
 
 
@@ -73,6 +79,44 @@ def multiplier(n: float, lr_scheduler_type: str | None, kwargs: Mapping) -> floa
     if lr_scheduler_type.startswith("lambda"):
         return cyclic(n, lr_scheduler_type.removeprefix("lambda"), **kwargs)
     return wsd(n, **kwargs)
+
+
+# --- annealer: lr and weight decay after s steps, of a group whose factors are 1 -------------------------------------
+
+
+def annealed_lr(
+    s: float,
+    *,
+    init_lr: float,
+    max_lr: float,
+    min_lr: float,
+    lr_warmup_steps: float,
+    lr_decay_steps: float,
+    lr_decay_style: str,
+    wsd_decay_steps: float = 0,
+    lr_wsd_decay_style: str = "linear",
+    **_of_the_decay: object,
+) -> float:
+    """The warm-up includes its last step, and so does the decay."""
+    w, end = lr_warmup_steps, lr_decay_steps
+    if w > 0 and s <= w:
+        return anneal(s / w, init_lr, max_lr, "linear")
+    if lr_decay_style == "constant" or s > end:
+        return max_lr if lr_decay_style == "constant" else min_lr
+    if lr_decay_style == "inverse-square-root":
+        return max(min_lr, max_lr * math.sqrt(max(w, 1) / max(s, 1)))
+    if lr_decay_style == "WSD":
+        late = max(0, s - (end - wsd_decay_steps))
+        return anneal(late / (wsd_decay_steps or 1), max_lr, min_lr, lr_wsd_decay_style)
+    return anneal((s - w) / (end - w), max_lr, min_lr, lr_decay_style)
+
+
+def annealed_wd(
+    s: float, *, start_wd: float, end_wd: float, wd_incr_steps: float, wd_incr_style: str, **_of_the_lr: object
+) -> float:
+    if wd_incr_style == "constant":
+        return end_wd
+    return anneal(min(s / wd_incr_steps, 1), start_wd, end_wd, wd_incr_style)
 
 
 # --- selection, groups, roles ----------------------------------------------------------------------------------------

@@ -7,10 +7,12 @@ from pathlib import Path
 import pytest
 
 import jax_impl
+import jax_impl.annealing
 import jax_impl.build
 import jax_impl.config
 import jax_impl.schedules
 import torch_impl
+import torch_impl.annealing
 import torch_impl.build
 import torch_impl.config
 import torch_impl.schedules
@@ -89,6 +91,23 @@ def test_builders_mirror():
     assert arguments(torch_impl.build_optimizer, *extra) == arguments(jax_impl.build_optimizer, *extra)
     assert arguments(torch_impl.route_parameters, *extra) == arguments(jax_impl.route_parameters, *extra)
     assert list(torch_impl.schedules.SCHEDULERS) == list(jax_impl.schedules.SCHEDULES)
+
+
+def test_annealers_mirror():
+    """JAX has no optimizer to drive, and evaluates any step; torch sets what its groups hold."""
+    torch_class, jax_class = torch_impl.OptimizerParamScheduler, jax_impl.OptimizerParamScheduler
+    assert arguments(torch_class, "optimizer") == arguments(jax_class)
+    assert next(iter(inspect.signature(torch_class).parameters)) == "optimizer"
+    methods = {side: {name for name in vars(cls) if name[0] != "_"} for side, cls in ((0, torch_class), (1, jax_class))}
+    assert methods[0] - methods[1] == {"get_lr", "get_wd"}
+    assert methods[1] - methods[0] == {"learning_rate", "weight_decay"}
+    for name in methods[0] & methods[1]:
+        assert arguments(getattr(torch_class, name)) == arguments(getattr(jax_class, name)), name
+    assert [(f.name, f.default) for f in dataclasses.fields(torch_impl.annealing.Annealing)] == [
+        (f.name, f.default) for f in dataclasses.fields(jax_impl.annealing.Annealing)
+    ]
+    for styles in ("LR_DECAY_STYLES", "LR_WSD_DECAY_STYLES", "WD_INCR_STYLES"):
+        assert getattr(torch_impl.annealing, styles) == getattr(jax_impl.annealing, styles)
 
 
 @pytest.mark.parametrize("optimizer_type", torch_impl.config.CONFIGS)

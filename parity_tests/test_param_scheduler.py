@@ -5,9 +5,14 @@ from __future__ import annotations
 import copy
 from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+import jax_impl
 import torch_impl
+from parity_tests import reference
 from parity_tests.test_golden import load_json
 
 EXACT = 1e-15  # relative: the same float64 operations in the same order
@@ -119,4 +124,74 @@ def test_recorded_load(case):
     assert {name: getattr(second, name) for name in load["attrs_after_load"]} == load["attrs_after_load"]
     assert_groups(groups, load["groups_after_load"])
     assert_trace(second, groups, load["trace"])
+    assert_state(second.state_dict(), load["state_dict"])
+
+
+# --- the same on the JAX side, which has no groups: their bounds and factors come from the recording ------------------
+
+
+def evaluate(side, kwargs, steps, bounds=None):
+    """(lr, decay) at ``steps`` in float64, from the oracle, or jitted with x64 on ("jax") or off ("jax32")."""
+    bounds = bounds or {}
+    if side == "reference":
+        lr = [reference.annealed_lr(s, **{**kwargs, **bounds}) for s in steps]
+        return np.array(lr), np.array([reference.annealed_wd(s, **kwargs) for s in steps])
+    with jax.enable_x64(side == "jax"):
+        scheduler = jax_impl.OptimizerParamScheduler(**kwargs)
+        counts = jnp.asarray(steps, jnp.int32)
+        found = jax.jit(lambda s: (scheduler.learning_rate(s, **bounds), scheduler.weight_decay(s)))(counts)
+        assert {x.dtype for x in found} == {jnp.dtype("float64" if side == "jax" else "float32")}
+        return tuple(np.asarray(x, np.float64) for x in found)
+
+
+def assert_close(found, expected, side):
+    """Relative to the largest value."""
+    tolerance = FLOAT32 if side == "jax32" else FLOAT64
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("side", ["reference", "jax", "jax32"])
+@pytest.mark.parametrize("case", [case for case in RUNS if not raises(case)], ids=lambda case: case["id"])
+def test_recorded_values(case, side):
+    for g, group in enumerate(case["groups_after_init"]):
+        bounds = {key: group[key] for key in ("max_lr", "min_lr") if key in group}
+        lr, wd = evaluate(side, case["kwargs"], [row["num_steps"] for row in case["trace"]], bounds)
+        assert_close(lr * group.get("lr_mult", 1.0), [row["lr"][g] for row in case["trace"]], side)
+        assert_close(wd * group["wd_mult"], [row["wd"][g] for row in case["trace"]], side)
+
+
+@pytest.mark.parametrize("case", [case for case in RUNS if raises(case)], ids=lambda case: case["id"])
+def test_recorded_error_in_jax(case):
+    with pytest.raises(ValueError, match=MESSAGES[case["id"]]):
+        jax_impl.OptimizerParamScheduler(**case["kwargs"])
+
+
+@pytest.mark.parametrize("case", LOADS, ids=lambda case: case["id"])
+def test_recorded_load_in_jax(case):
+    first = jax_impl.OptimizerParamScheduler(**case["kwargs"])
+    for row in case["trace"]:
+        first.step(row["increment"])
+    assert_state(first.state_dict(), case["state_dict"])
+
+    load = case["load"]
+    second = jax_impl.OptimizerParamScheduler(**load["kwargs"])
+    if raises(case):
+        before = second.state_dict()
+        with pytest.raises(ValueError, match=MESSAGES[case["id"]]):
+            second.load_state_dict(load["loaded"])
+        assert second.state_dict() == before
+        return
+    for _ in range(load["times"]):
+        second.load_state_dict(load["loaded"])
+    assert {name: getattr(second, name) for name in load["attrs_after_load"]} == load["attrs_after_load"]
+    for row in load["trace"]:
+        second.step(row["increment"])
+        assert second.num_steps == row["num_steps"]
+        for g, group in enumerate(load["groups_after_load"]):
+            bounds = {key: group[key] for key in ("max_lr", "min_lr") if key in group}
+            lr = second.learning_rate(second.num_steps, **bounds) * group.get("lr_mult", 1.0)
+            assert float(lr) == pytest.approx(row["lr"][g], rel=FLOAT64)
+            assert float(second.weight_decay(second.num_steps)) * group["wd_mult"] == pytest.approx(
+                row["wd"][g], rel=FLOAT64
+            )
     assert_state(second.state_dict(), load["state_dict"])

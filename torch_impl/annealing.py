@@ -96,7 +96,7 @@ class Annealing:
         if self.lr_decay_style == "inverse-square-root":
             return max(min_lr, max_lr * math.sqrt(max(warm_up, 1)) / math.sqrt(max(step, 1)))
         if self.lr_decay_style == "WSD":
-            assert self.wsd_decay_steps is not None and self.lr_wsd_decay_style is not None
+            assert self.wsd_decay_steps is not None
             start = end - self.wsd_decay_steps
             left = 1.0 if step <= start else _left((step - start) / self.wsd_decay_steps, self.lr_wsd_decay_style)
         else:
@@ -161,7 +161,7 @@ def _check_style(argument: str, value: Any, styles: tuple[str, ...]) -> None:
         raise ValueError(f"{argument} must be one of {styles}, got {value!r}")
 
 
-def _left(x: float, style: str) -> float:
+def _left(x: float, style: str | None) -> float:
     """What is left of the decay after the share ``x`` of its length: 1 at x = 0, 0 at x = 1."""
     if style == "linear":
         return 1.0 - x

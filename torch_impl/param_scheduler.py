@@ -40,7 +40,7 @@ class OptimizerParamScheduler:
             "cosine", "exponential" or "minus_sqrt"; "WSD" needs both.
         allow_decreasing_wd: accept ``end_wd < start_wd``.
 
-    These values are attributes, as is ``num_steps``.
+    These values and ``num_steps`` are attributes.
 
     Raises:
         TypeError: a value of the wrong type.
