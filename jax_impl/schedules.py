@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -153,50 +154,75 @@ def lambda_linear_schedule(
     )
 
 
-def _phased_schedule(
-    *,
-    warm_up_steps: float,
-    total_steps: float,
-    decay_steps: float,
-    f_start: float,
-    f_max: float,
-    f_cooldown_start: float,
-    f_min: float,
-    decay_type: str,
-) -> optax.Schedule:
-    for argument, value in (
-        ("warm_up_steps", warm_up_steps),
-        ("total_steps", total_steps),
-        ("decay_steps", decay_steps),
-    ):
-        _check_number(argument, value, at_least=0.0)
-    for argument, value in (
-        ("f_start", f_start),
-        ("f_max", f_max),
-        ("f_cooldown_start", f_cooldown_start),
-        ("f_min", f_min),
-    ):
-        _check_number(argument, value)
-    _check_decay_type(decay_type)
-    decay_start = total_steps - decay_steps
-    stable_steps = decay_start - warm_up_steps
+@dataclass(frozen=True, kw_only=True)
+class _PhasedSchedule:
+    """What wsd_schedule and wsfd_schedule return: a function of the count with ``branch_from``."""
 
-    def schedule(count: Any) -> jax.Array:
-        value = jnp.full_like(elapsed(count, 0), f_min)
-        if decay_steps > 0:
-            x = elapsed(count, decay_start) / float(decay_steps)
-            decay = _anneal(x, f_cooldown_start, f_min, decay_type)
-            value = jnp.where(elapsed(count, total_steps) < 0, decay, value)
-        if stable_steps > 0:
-            x = elapsed(count, warm_up_steps) / float(stable_steps)
-            stable = _anneal(x, f_max, f_cooldown_start, "linear") if f_cooldown_start != f_max else f_max
+    warm_up_steps: float
+    total_steps: float
+    decay_steps: float
+    f_start: float
+    f_max: float
+    f_cooldown_start: float
+    f_min: float
+    decay_type: str
+    slow_steps: float = math.nan
+    """From the warm-up to where the line from ``f_max`` has come to ``f_cooldown_start``."""
+
+    def __post_init__(self) -> None:
+        for argument in ("warm_up_steps", "total_steps", "decay_steps"):
+            _check_number(argument, getattr(self, argument), at_least=0.0)
+        for argument in ("f_start", "f_max", "f_cooldown_start", "f_min"):
+            _check_number(argument, getattr(self, argument))
+        _check_decay_type(self.decay_type)
+        if math.isnan(self.slow_steps):
+            object.__setattr__(self, "slow_steps", self.total_steps - self.decay_steps - self.warm_up_steps)
+
+    def __call__(self, count: Any) -> jax.Array:
+        """Multiplier for update count + 1."""
+        decay_start = self.total_steps - self.decay_steps
+        value = jnp.full_like(elapsed(count, 0), self.f_min)
+        if self.decay_steps > 0:
+            x = elapsed(count, decay_start) / float(self.decay_steps)
+            decay = _anneal(x, self._at_decay_start(), self.f_min, self.decay_type)
+            value = jnp.where(elapsed(count, self.total_steps) < 0, decay, value)
+        if decay_start > self.warm_up_steps:
+            stable: Any = self.f_max
+            if self.f_cooldown_start != self.f_max:
+                x = elapsed(count, self.warm_up_steps) / float(self.slow_steps)
+                stable = _anneal(x, self.f_max, self.f_cooldown_start, "linear")
             value = jnp.where(elapsed(count, decay_start) < 0, stable, value)
-        if warm_up_steps > 0:
-            m = elapsed(count, 0)
-            value = jnp.where(elapsed(count, warm_up_steps) < 0, _ramp(m, warm_up_steps, f_start, f_max), value)
+        if self.warm_up_steps > 0:
+            ramp = _ramp(elapsed(count, 0), self.warm_up_steps, self.f_start, self.f_max)
+            value = jnp.where(elapsed(count, self.warm_up_steps) < 0, ramp, value)
         return value
 
-    return schedule
+    def branch_from(self, step: float, *, decay_steps: float, decay_type: str | None = None) -> _PhasedSchedule:
+        """The schedule that leaves this one's stable phase at ``step``: the same before, then a decay to ``f_min``.
+
+        Args:
+            step: where the decay starts, between the warm-up and this schedule's own decay.
+            decay_steps: length of the decay, >= 1.
+            decay_type: None keeps this schedule's.
+
+        Raises:
+            ValueError: ``step`` is outside the stable phase.
+        """
+        first, last = self.warm_up_steps, self.total_steps - self.decay_steps
+        if not first <= _check_number("step", step, at_least=0.0) <= last:
+            raise ValueError(f"step must be in the stable phase, {first} to {last}, got {step!r}")
+        return replace(
+            self,
+            total_steps=step + _check_number("decay_steps", decay_steps, at_least=1.0),
+            decay_steps=decay_steps,
+            decay_type=self.decay_type if decay_type is None else decay_type,
+        )
+
+    def _at_decay_start(self) -> float:
+        if self.f_cooldown_start == self.f_max:
+            return self.f_max
+        x = (self.total_steps - self.decay_steps - self.warm_up_steps) / self.slow_steps
+        return self.f_cooldown_start + (self.f_max - self.f_cooldown_start) * (1.0 - x)
 
 
 def wsd_schedule(
@@ -208,8 +234,8 @@ def wsd_schedule(
     f_max: float,
     f_min: float,
     decay_type: str = "cosine",
-) -> optax.Schedule:
-    """Warm-up, stable, decay.
+) -> _PhasedSchedule:
+    """Warm-up, stable, decay. The schedule has ``branch_from(step, decay_steps=...)``.
 
     Args (keyword only; lengths in updates):
         warm_up_steps: the ramp from ``f_start`` to ``f_max``; it wins where it overlaps the decay.
@@ -222,7 +248,7 @@ def wsd_schedule(
         TypeError: an argument is not a number.
         ValueError: a negative length, a number that is not finite, an unknown ``decay_type``.
     """
-    return _phased_schedule(
+    return _PhasedSchedule(
         warm_up_steps=warm_up_steps,
         total_steps=total_steps,
         decay_steps=decay_steps,
@@ -244,7 +270,7 @@ def wsfd_schedule(
     f_cooldown_start: float,
     f_min: float,
     decay_type: str = "cosine",
-) -> optax.Schedule:
+) -> _PhasedSchedule:
     """Warm-up, slow decay, fast decay: the stable phase falls linearly from ``f_max`` to ``f_cooldown_start``.
 
     Args:
@@ -254,7 +280,7 @@ def wsfd_schedule(
         ValueError: as wsd_schedule; also unless warm_up_steps >= 1, decay_steps >= 1 and their sum is below
             ``total_steps``.
     """
-    schedule = _phased_schedule(
+    schedule = _PhasedSchedule(
         warm_up_steps=warm_up_steps,
         total_steps=total_steps,
         decay_steps=decay_steps,

@@ -17,6 +17,7 @@ import torch_impl.build
 import torch_impl.config
 import torch_impl.schedules
 
+WSD_LENGTHS = ("warm_up_steps", "total_steps", "decay_steps", "f_start", "f_max", "f_min")
 ROOT = Path(__file__).parents[1]
 
 # public names that only one side has, by nature: (reason)
@@ -106,6 +107,9 @@ def test_annealers_mirror():
     assert [(f.name, f.default) for f in dataclasses.fields(torch_impl.annealing.Annealing)] == [
         (f.name, f.default) for f in dataclasses.fields(jax_impl.annealing.Annealing)
     ]
+    torch_wsd, jax_wsd = torch_impl.WSDScheduler, type(jax_impl.wsd_schedule(**dict.fromkeys(WSD_LENGTHS, 1)))
+    assert arguments(torch_wsd.branch_from) == arguments(jax_wsd.branch_from)
+    assert arguments(torch_wsd.branch_from) == arguments(torch_class.branch_from)
     for styles in ("LR_DECAY_STYLES", "LR_WSD_DECAY_STYLES", "WD_INCR_STYLES"):
         assert getattr(torch_impl.annealing, styles) == getattr(jax_impl.annealing, styles)
 

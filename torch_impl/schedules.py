@@ -7,9 +7,10 @@ Source of the formulas: the lambda schedulers of NVIDIA's cosmos-framework (lr_s
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 DECAY_TYPES = ("cosine", "linear")
 
@@ -157,6 +158,26 @@ class WSDScheduler:
         self.f_min = _check_number("f_min", f_min)
         self.decay_type = _check_decay_type(decay_type)
 
+    def branch_from(self, step: float, *, decay_steps: float, decay_type: str | None = None) -> Self:
+        """The schedule that leaves this one's stable phase at ``step``: the same before, then a decay to ``f_min``.
+
+        Args:
+            step: where the decay starts, between the warm-up and this schedule's own decay.
+            decay_steps: length of the decay, >= 1.
+            decay_type: None keeps this schedule's.
+
+        Raises:
+            ValueError: ``step`` is outside the stable phase.
+        """
+        first, last = self.warm_up_steps, self.total_steps - self.decay_steps
+        if not first <= _check_number("step", step, at_least=0.0) <= last:
+            raise ValueError(f"step must be in the stable phase, {first} to {last}, got {step!r}")
+        branch = copy.copy(self)
+        branch.decay_steps = _check_number("decay_steps", decay_steps, at_least=1.0)
+        branch.total_steps = step + decay_steps
+        branch.decay_type = self.decay_type if decay_type is None else _check_decay_type(decay_type)
+        return branch
+
     def _before_decay(self, n: float) -> float:
         return self.f_max
 
@@ -213,9 +234,10 @@ class WSFDScheduler(WSDScheduler):
                 "wsfd needs warm_up_steps >= 1, decay_steps >= 1 and warm_up_steps + decay_steps < total_steps; "
                 f"got {warm_up_steps!r}, {decay_steps!r} and total_steps={total_steps!r}"
             )
+        self._slow_steps = total_steps - decay_steps - warm_up_steps  # a branch leaves this line, it does not move it
 
     def _before_decay(self, n: float) -> float:
-        x = (n - self.warm_up_steps) / (self.total_steps - self.decay_steps - self.warm_up_steps)
+        x = (n - self.warm_up_steps) / self._slow_steps
         return _anneal(x, self.f_max, self.f_cooldown_start, "linear")
 
 
