@@ -138,7 +138,7 @@ def evaluate(side, kwargs, steps, bounds=None):
         return np.array(lr), np.array([reference.annealed_wd(s, **kwargs) for s in steps])
     with jax.enable_x64(side == "jax"):
         scheduler = jax_impl.OptimizerParamScheduler(**kwargs)
-        counts = jnp.asarray(steps, jnp.int32)
+        counts = jnp.asarray(steps, jnp.int32 if max(steps) < 2**31 else jnp.uint32)
         found = jax.jit(lambda s: (scheduler.learning_rate(s, **bounds), scheduler.weight_decay(s)))(counts)
         assert {x.dtype for x in found} == {jnp.dtype("float64" if side == "jax" else "float32")}
         return tuple(np.asarray(x, np.float64) for x in found)
