@@ -5,6 +5,7 @@ Source of names and formulas: OptimizerParamScheduler of NVIDIA's Megatron-LM an
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -86,38 +87,40 @@ class Annealing:
                 f"end_wd must be start_wd {self.start_wd!r} under wd_incr_style 'constant', got {self.end_wd!r}"
             )
 
-    def learning_rate(self, step: Any, *, max_lr: Any = None, min_lr: Any = None) -> jax.Array:
+    def learning_rate(self, step: Any, step_size: int = 1, *, max_lr: Any = None, min_lr: Any = None) -> jax.Array:
         """See OptimizerParamScheduler.learning_rate."""
         max_lr = self.max_lr if max_lr is None else max_lr
         min_lr = self.min_lr if min_lr is None else min_lr
         warm_up, end = self.lr_warmup_steps, self.lr_decay_steps
-        s = elapsed(step, 0)
+        since = functools.partial(elapsed, step, step_size=step_size)
+        s = since(0)
         if self.lr_decay_style == "constant":
             lr = max_lr + jnp.zeros_like(s)
         elif self.lr_decay_style == "inverse-square-root":
             lr = jnp.maximum(min_lr, max_lr * math.sqrt(max(warm_up, 1)) / jnp.sqrt(jnp.maximum(s, 1.0)))
         elif self.lr_decay_style == "WSD":
             assert self.wsd_decay_steps is not None
-            decayed = jnp.maximum(elapsed(step, end - self.wsd_decay_steps), 0.0)
+            decayed = jnp.maximum(since(end - self.wsd_decay_steps), 0.0)
             lr = min_lr + _left(decayed, self.wsd_decay_steps, self.lr_wsd_decay_style) * (max_lr - min_lr)
         else:
-            lr = min_lr + _left(elapsed(step, warm_up), end - warm_up, self.lr_decay_style) * (max_lr - min_lr)
+            lr = min_lr + _left(since(warm_up), end - warm_up, self.lr_decay_style) * (max_lr - min_lr)
         if self.lr_decay_style != "constant":
-            lr = jnp.where(elapsed(step, end) > 0, min_lr, lr)
+            lr = jnp.where(since(end) > 0, min_lr, lr)
         if warm_up > 0:
             ramp = self.init_lr + (max_lr - self.init_lr) * (s / float(warm_up))
-            lr = jnp.where(elapsed(step, warm_up) <= 0, ramp, lr)
+            lr = jnp.where(since(warm_up) <= 0, ramp, lr)
         return lr.astype(s.dtype)
 
-    def weight_decay(self, step: Any) -> jax.Array:
+    def weight_decay(self, step: Any, step_size: int = 1) -> jax.Array:
         """See OptimizerParamScheduler.weight_decay."""
-        s = elapsed(step, 0)
+        since = functools.partial(elapsed, step, step_size=step_size)
+        s = since(0)
         if self.wd_incr_style == "constant":
             return jnp.full_like(s, self.end_wd)
         end = self.wd_incr_steps
-        done = s / float(end) if self.wd_incr_style == "linear" else _left(-elapsed(step, end), end, "cosine")
+        done = s / float(end) if self.wd_incr_style == "linear" else _left(-since(end), end, "cosine")
         wd = self.start_wd + done * (self.end_wd - self.start_wd)
-        return jnp.where(elapsed(step, end) > 0, self.end_wd, wd)
+        return jnp.where(since(end) > 0, self.end_wd, wd)
 
     def branch_from(self, step: float, *, decay_steps: float, decay_type: str | None = None) -> Annealing:
         """See OptimizerParamScheduler.branch_from."""

@@ -60,9 +60,10 @@ def build_optimizer(
         params: pytree of arrays or shapes (``jax.eval_shape`` output will do): a linen ``params`` dict, an nnx
             ``nnx.state(model, nnx.Param)``, any other. Leaves are named by their path joined by dots.
         optimizer_type: "adam", "adamw" or "muonwithauxadamw", in any case.
-        lr_schedule: multiplier of the base lr as a function of the updates done, see build_lr_schedule; constant if
-            None; {group of the routing table: function} for groups of their own.
-        weight_decay_schedule: likewise, of the base decay.
+        lr_schedule: multiplier of the base lr as a function of the updates done, see build_lr_schedule; or an
+            OptimizerParamScheduler, whose lr replaces ``lr`` and is multiplied by ``lr_multipliers``; constant if None.
+            {group of the routing table: schedule} for groups of their own; an annealer then is that group's lr.
+        weight_decay_schedule: likewise, of the decay; parameters without decay have none under any annealer.
         matrix_axes: which axes of which leaves are outputs and inputs, see routing.axes_by_name.
         **kwargs: see jax_impl.config; ``lr`` is required.
 
@@ -150,7 +151,7 @@ def _transform(
     matrix_axes: AxesSpec,
 ) -> optax.GradientTransformationExtraArgs:
     routes, groups = _route(params, optimizer_type, config, matrix_axes)
-    schedules.check_groups(len(groups))
+    schedules.check_groups(len(groups), config)
     axes = {route.name: route.matrix_axes for route in routes}
     labels = {route.name: _label(route) for route in routes}
     transforms = {}
@@ -160,7 +161,8 @@ def _transform(
             transforms[label] = freeze()
             if route.group is not None:
                 factors = functools.partial(schedules.factors, route.group)
-                transforms[label] = _rule(route.role, groups[route.group], config, axes, factors)
+                bases = schedules.bases(route.group, groups[route.group], config)
+                transforms[label] = _rule(route.role, bases, config, axes, factors)
     return combine(transforms, labels)
 
 
@@ -221,16 +223,17 @@ def _label(route: ParameterRoute) -> str:
 
 def _rule(
     role: str,
-    group: ParameterGroup,
+    bases: tuple[float, float],
     config: OptimizerConfig,
     axes: dict[str, MatrixAxes | None],
     factors: Callable[[jax.Array], tuple[Any, Any]],
 ) -> optax.GradientTransformationExtraArgs:
+    lr, weight_decay = bases
     if isinstance(config, AdamConfig):
         return descend(
             scale_by_adam(betas=config.betas, eps=config.eps),
-            lr=group.lr,
-            weight_decay=group.weight_decay,
+            lr=lr,
+            weight_decay=weight_decay,
             factors=factors,
             decoupled=isinstance(config, AdamWConfig),
         )
@@ -256,5 +259,5 @@ def _rule(
                 assert expert_axes is not None
                 return active_slices(grad, expert_axes.batch)
 
-    rule = descend(direction, lr=group.lr, weight_decay=group.weight_decay, factors=factors, active=active)
+    rule = descend(direction, lr=lr, weight_decay=weight_decay, factors=factors, active=active)
     return keep_master_weights(rule) if config.master_weights else rule

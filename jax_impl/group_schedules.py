@@ -1,4 +1,4 @@
-"""Which schedules move the lr and the decay of which group."""
+"""Which schedules move the lr and the decay of which group, and what they multiply."""
 
 from __future__ import annotations
 
@@ -7,37 +7,76 @@ from typing import Any, NamedTuple
 
 import jax
 
-Schedule = Callable[[Any], Any]
+from jax_impl.config import OptimizerConfig
+from jax_impl.param_groups import ParameterGroup
+from jax_impl.param_scheduler import OptimizerParamScheduler
+
+Schedule = Callable[[Any], Any] | OptimizerParamScheduler
 GroupSchedules = Schedule | Mapping[int, Schedule] | None
+"""A multiplier of the base value as a function of the updates done, or an annealer, whose values are absolute; for all
+groups, or {group: its own}. Without one the value is constant."""
 
 
 class Schedules(NamedTuple):
-    """The lr and decay schedules of a transform: a function for all groups, or {group: function}; else constant."""
+    """The lr and decay schedules of a transform."""
 
     lr: GroupSchedules
     weight_decay: GroupSchedules
 
     @classmethod
     def check(cls, lr_schedule: Any, weight_decay_schedule: Any) -> Schedules:
-        """Raise TypeError for what is neither a function nor a mapping of group numbers to functions."""
+        """Raise TypeError for what is neither a schedule nor a mapping of group numbers to schedules."""
         schedules = {"lr_schedule": lr_schedule, "weight_decay_schedule": weight_decay_schedule}
         for argument, given in schedules.items():
             for group, schedule in given.items() if isinstance(given, Mapping) else [(0, given)]:
                 if isinstance(group, bool) or not isinstance(group, int):
                     raise TypeError(f"{argument} must name groups by their numbers, got {group!r}")
-                if given is not None and not callable(schedule):
-                    raise TypeError(f"{argument} must be a function of the step, got {schedule!r}")
+                if isinstance(getattr(schedule, "__self__", None), OptimizerParamScheduler):
+                    raise TypeError(f"{argument} must be the annealer, not its method: its values are no multipliers")
+                if given is not None and not callable(schedule) and not isinstance(schedule, OptimizerParamScheduler):
+                    raise TypeError(f"{argument} must be a function of the step or an annealer, got {schedule!r}")
         return cls(lr_schedule, weight_decay_schedule)
 
-    def check_groups(self, groups: int) -> None:
-        """Raise ValueError for a schedule of a group that does not exist."""
+    def check_groups(self, groups: int, config: OptimizerConfig) -> None:
+        """Raise ValueError for a schedule of a group that does not exist, or groups that it cannot tell apart."""
         for field, given in zip(self._fields, self, strict=True):
             unknown = [group for group in given if group not in range(groups)] if isinstance(given, Mapping) else []
             if unknown:
                 raise ValueError(f"{field}_schedule: there is no group {unknown}, only {list(range(groups))}")
+        decay = self.weight_decay
+        decays = isinstance(decay, OptimizerParamScheduler) and max(decay.start_wd, decay.end_wd) > 0
+        if decays and config.disable_weight_decay_for_1d_params and config.weight_decay == 0:
+            raise ValueError(
+                "disable_weight_decay_for_1d_params needs an optimizer that is built with weight_decay > 0: with 0 "
+                "nothing tells its groups apart, and the annealer's decay would reach all of them"
+            )
+
+    def bases(self, number: int, group: ParameterGroup, config: OptimizerConfig) -> tuple[float, float]:
+        """What the schedules of a group multiply: its lr and decay, or its factors where an annealer moves them."""
+        lr = _base(self.lr, number, group.lr, config.lr)
+        return lr, _base(self.weight_decay, number, group.weight_decay, config.weight_decay)
 
     def factors(self, group: int, count: jax.Array) -> tuple[Any, Any]:
-        """What multiplies the base lr and the base decay of one group after ``count`` updates."""
-        own = [given.get(group) if isinstance(given, Mapping) else given for given in self]
-        lr, weight_decay = (1.0 if schedule is None else schedule(count) for schedule in own)
-        return lr, weight_decay
+        """What multiplies the bases of a group after ``count`` updates."""
+        lr, weight_decay = (_of(given, group) for given in self)
+        return (
+            _value(lr.learning_rate if isinstance(lr, OptimizerParamScheduler) else lr, count),
+            _value(
+                weight_decay.weight_decay if isinstance(weight_decay, OptimizerParamScheduler) else weight_decay, count
+            ),
+        )
+
+
+def _of(given: GroupSchedules, group: int) -> Schedule | None:
+    return given.get(group) if isinstance(given, Mapping) else given
+
+
+def _base(given: GroupSchedules, number: int, value: float, of_config: float) -> float:
+    if not isinstance(_of(given, number), OptimizerParamScheduler):
+        return value
+    # an annealer for all groups is multiplied by lr_multipliers; one of a single group is meant as it is
+    return value / of_config if of_config and not isinstance(given, Mapping) else 1.0
+
+
+def _value(schedule: Callable[[Any], Any] | None, count: jax.Array) -> Any:
+    return 1.0 if schedule is None else schedule(count)

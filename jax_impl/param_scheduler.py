@@ -30,6 +30,7 @@ class OptimizerParamScheduler:
         wsd_decay_steps, lr_wsd_decay_style: length of the decay that ends at ``lr_decay_steps``, and "linear",
             "cosine", "exponential" or "minus_sqrt"; "WSD" needs both.
         allow_decreasing_wd: accept ``end_wd < start_wd``.
+        step_size: what one step of the functions counts, >= 1; the batch size where lengths are in samples.
 
     These values and ``num_steps`` are attributes.
 
@@ -56,6 +57,7 @@ class OptimizerParamScheduler:
         lr_wsd_decay_style: str | None = None,
         *,
         allow_decreasing_wd: bool = False,
+        step_size: int = 1,
     ) -> None:
         annealing = Annealing(
             init_lr=init_lr,
@@ -74,6 +76,8 @@ class OptimizerParamScheduler:
         check_bool("use_checkpoint_opt_param_scheduler", use_checkpoint_opt_param_scheduler)
         check_bool("override_opt_param_scheduler", override_opt_param_scheduler)
         check_bool("allow_decreasing_wd", allow_decreasing_wd)
+        if check_integer("step_size", step_size) < 1:
+            raise ValueError(f"step_size must be >= 1, got {step_size}")
         if use_checkpoint_opt_param_scheduler and override_opt_param_scheduler:
             raise ValueError(
                 "use_checkpoint_opt_param_scheduler must be False under override_opt_param_scheduler=True, got True"
@@ -82,6 +86,7 @@ class OptimizerParamScheduler:
             raise ValueError(f"end_wd must be >= start_wd {start_wd!r} without allow_decreasing_wd, got {end_wd!r}")
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
+        self.step_size = step_size
         self.num_steps = 0
         self._annealing = annealing
 
@@ -96,17 +101,17 @@ class OptimizerParamScheduler:
         return f"{type(self).__name__}({values})"
 
     def learning_rate(self, step: Any, *, max_lr: Any = None, min_lr: Any = None) -> jax.Array:
-        """lr after ``step`` steps, for ``jit`` and ``vmap``, with x64 on and off.
+        """lr after ``step`` steps of ``step_size``, for ``jit`` and ``vmap``, with x64 on and off.
 
         Args:
             step: a number of any size, a traced scalar or an array; the result has its shape.
             max_lr, min_lr: bounds of a group, in place of the annealer's.
         """
-        return self._annealing.learning_rate(step, max_lr=max_lr, min_lr=min_lr)
+        return self._annealing.learning_rate(step, self.step_size, max_lr=max_lr, min_lr=min_lr)
 
     def weight_decay(self, step: Any) -> jax.Array:
         """Weight decay after ``step`` steps, likewise."""
-        return self._annealing.weight_decay(step)
+        return self._annealing.weight_decay(step, self.step_size)
 
     def step(self, increment: int = 1) -> None:
         """Count ``increment`` more steps (updates, samples). The functions of the step do not depend on the count.

@@ -20,13 +20,16 @@ import optax
 DECAY_TYPES = ("cosine", "linear")
 
 
-def elapsed(count: Any, start: float) -> jax.Array:
-    """``count - start`` as a float, exact wherever the result is.
+def elapsed(count: Any, start: float, step_size: int = 1) -> jax.Array:
+    """``count * step_size - start`` as a float, exact wherever the result is (up to the product).
 
     Horizons exceed 32 bits and float32 counts only to 2^24. Host numbers are therefore subtracted in float64, and
     traced integers as integers when ``start`` fits their type; when it does not, a count of that type never
     reaches it and rounding is harmless.
     """
+    if step_size != 1:
+        whole, rest = divmod(start, step_size)
+        return elapsed(count, whole) * float(step_size) - float(rest)
     real = jnp.result_type(float)
     if not isinstance(count, jax.Array):
         return jnp.asarray(np.asarray(count, np.float64) - start, real)

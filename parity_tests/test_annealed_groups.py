@@ -159,7 +159,7 @@ def test_decay_is_set_by_the_load(times):
     assert values(optimizer) == [pytest.approx((0.55, 0.05)), pytest.approx((0.275, 0.0))]
 
 
-@pytest.mark.parametrize("calls", itertools.permutations(("optimizer", "annealer")))
+@pytest.mark.parametrize("calls", [*itertools.permutations(("optimizer", "annealer"))])
 def test_factors_that_a_state_lacks_stay(calls):
     """A checkpoint whose groups were stripped of their factors; the rebuilt groups have them."""
     optimizer, scheduler = anneal_two_groups()
@@ -270,3 +270,26 @@ def test_bad_groups(groups, error, message):
     with pytest.raises(error, match=message):
         torch_impl.OptimizerParamScheduler(object() if groups is None else Stub(), **HAND)
     assert str(groups) == str(before)
+
+
+def test_multipliers_and_exemptions_of_a_container_hold():
+    """By hand, step 1 of the warm-up: lr 5e-4 and five times that, decay .048 and none, whichever group comes first."""
+    optimizer = container()
+    scheduler = torch_impl.OptimizerParamScheduler(optimizer, **annealing("cosine", 0.0, 1e-3, 1e-5, 2, 16, **RISING))
+    scheduler.step()
+    expected = {"trunk": 5e-4, "head": 25e-4}
+    names = {p: name for name, p in optimizer.model.named_parameters()}
+    for group in groups_of(optimizer):
+        for p in group["params"]:
+            assert float(group["lr"]) == pytest.approx(expected[names[p].split(".")[0]], rel=1e-6)
+            assert float(group["weight_decay"]) == pytest.approx(0.0 if p.ndim == 1 else 0.048, abs=1e-12)
+
+
+def test_exemptions_that_nothing_tells_apart():
+    options = dict(lr=1e-3, fused=True, weight_decay=0.0, disable_weight_decay_for_1d_params=True)
+    optimizer = torch_impl.build_optimizer(model(), "adamw", **options)
+    before = values(optimizer)
+    with pytest.raises(ValueError, match="built with weight_decay > 0"):
+        torch_impl.OptimizerParamScheduler(optimizer, **annealing("constant", 0.0, 1e-3, 0.0, 2, 16, **RISING))
+    assert values(optimizer) == before
+    torch_impl.OptimizerParamScheduler(optimizer, **annealing("constant", 0.0, 1e-3, 0.0, 2, 16))  # no decay at all

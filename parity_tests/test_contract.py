@@ -97,7 +97,7 @@ def test_builders_mirror():
 def test_annealers_mirror():
     """JAX has no optimizer to drive, and evaluates any step; torch sets what its groups hold."""
     torch_class, jax_class = torch_impl.OptimizerParamScheduler, jax_impl.OptimizerParamScheduler
-    assert arguments(torch_class, "optimizer") == arguments(jax_class)
+    assert arguments(torch_class, "optimizer") == arguments(jax_class, "step_size")
     assert next(iter(inspect.signature(torch_class).parameters)) == "optimizer"
     methods = {side: {name for name in vars(cls) if name[0] != "_"} for side, cls in ((0, torch_class), (1, jax_class))}
     assert methods[0] - methods[1] == {"get_lr", "get_wd"}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from torch_impl.annealing import Annealing, check_integer, read_state
@@ -21,10 +22,12 @@ from torch_impl.param_groups import LR_BOUNDS, LR_RULE, WD_RULE
 class OptimizerParamScheduler:
     """Anneals lr and weight decay of all groups of an optimizer; call ``step()`` after the optimizer's.
 
-    Every group's lr and decay at construction become its ``lr_mult`` and ``wd_mult`` relative to the first group
-    (1 where that one has zero or no number). They live in the group, are saved with it, and multiply the scheduled
-    values. A group that already has ``lr_mult``, ``max_lr`` or ``min_lr`` keeps its lr rule, one with ``wd_mult``
-    that; its ``max_lr`` and ``min_lr`` replace the annealer's. lr and decay that are tensors are filled in place.
+    Every group's lr and decay at construction become its ``lr_mult`` and ``wd_mult`` relative to the first group, or to
+    the ``lr`` and ``weight_decay`` that an OptimizersContainer was built with (1 where that is zero or no number), so
+    that ``lr_multipliers`` and parameters without decay keep their meaning. They live in the group, are saved with it,
+    and multiply the scheduled values. A group that already has ``lr_mult``, ``max_lr`` or ``min_lr`` keeps its lr rule,
+    one with ``wd_mult`` that; its ``max_lr`` and ``min_lr`` replace the annealer's. lr and decay that are tensors are
+    filled in place.
 
     Args:
         optimizer: anything with ``param_groups``, or an OptimizersContainer: one annealer over all its optimizers.
@@ -92,13 +95,19 @@ class OptimizerParamScheduler:
             raise ValueError(f"end_wd must be >= start_wd {start_wd!r} without allow_decreasing_wd, got {end_wd!r}")
         optimizers = list(optimizer) if isinstance(optimizer, OptimizersContainer) else [optimizer]
         _check_groups(optimizers)
+        if isinstance(optimizer, OptimizersContainer) and max(annealing.start_wd, annealing.end_wd) > 0:
+            config = optimizer.effective_config()
+            if config.get("disable_weight_decay_for_1d_params") and config["weight_decay"] == 0:
+                raise ValueError(
+                    "disable_weight_decay_for_1d_params needs an optimizer that is built with weight_decay > 0: with 0 "
+                    "nothing tells its groups apart, and the annealer's decay would reach all of them"
+                )
 
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self._annealing = annealing
         self._optimizers = optimizers
-        first = self._groups()[0]
-        self._base = {key: _number(first.get(key)) for key in ("lr", "weight_decay")}
+        self._base = {key: _base(optimizer, self._groups()[0], key) for key in ("lr", "weight_decay")}
         self._rules: list[dict[str, float]] = []
         self._set_step(annealing, 0)
 
@@ -219,6 +228,13 @@ class OptimizerParamScheduler:
 
 def _group_lr(annealing: Annealing, num_steps: int, group: Mapping[str, Any]) -> float:
     return annealing.learning_rate(num_steps, **{key: float(group[key]) for key in LR_BOUNDS if key in group})
+
+
+def _base(optimizer: Any, first_group: Mapping[str, Any], key: str) -> float | None:
+    """What factors are relative to, rounded as the groups hold it."""
+    value = first_group.get(key)
+    base = optimizer.effective_config().get(key, value) if isinstance(optimizer, OptimizersContainer) else value
+    return _number(torch.as_tensor(base, dtype=value.dtype) if isinstance(value, Tensor) else base)
 
 
 def _number(value: Any) -> float | None:
