@@ -205,7 +205,8 @@ class ScheduleCase:
 
     Attributes:
         id, why: as in Case.
-        lr_scheduler_type, kwargs: as for build_lr_scheduler and build_lr_schedule.
+        lr_scheduler_type, kwargs: as for build_lr_scheduler and build_lr_schedule; or one of ANNEALED and the arguments
+            of OptimizerParamScheduler.
         seams: steps at which its formula changes; each is compared with its neighbours.
     """
 
@@ -221,6 +222,36 @@ class ScheduleCase:
         end = self.seams[-1]
         grid = range(0, end + end // 5 + 2, max(1, end // 170))
         return sorted({0, *grid, *(max(0, seam + k) for seam in self.seams for k in (-1, 0, 1))})
+
+
+ANNEALED = {"annealed lr": "lr", "annealed weight decay": "weight_decay"}
+_ANNEALING = {
+    "init_lr": 1e-5,
+    "max_lr": 1e-3,
+    "min_lr": 1e-4,
+    "lr_warmup_steps": 10,
+    "lr_decay_steps": 90,
+    "start_wd": 0.05,
+    "end_wd": 0.05,
+    "wd_incr_steps": 0,
+    "wd_incr_style": "constant",
+}
+
+
+def _annealed_lr(why: str, lr_decay_style: str, lr_wsd_decay_style: str | None = None) -> ScheduleCase:
+    kwargs: dict[str, Any] = {**_ANNEALING, "lr_decay_style": lr_decay_style}
+    if lr_wsd_decay_style is None:
+        return ScheduleCase(f"annealer-{lr_decay_style}", why, "annealed lr", kwargs, (10, 90))
+    kwargs |= {"wsd_decay_steps": 30, "lr_wsd_decay_style": lr_wsd_decay_style}
+    return ScheduleCase(f"annealer-wsd-{lr_wsd_decay_style}", why, "annealed lr", kwargs, (10, 60, 90))
+
+
+def _annealed_wd(name: str, why: str, start: float, end: float, style: str) -> ScheduleCase:
+    kwargs = {**_ANNEALING, "lr_decay_style": "constant"}
+    kwargs |= {"start_wd": start, "end_wd": end, "wd_incr_steps": 80, "wd_incr_style": style}
+    return ScheduleCase(
+        f"annealer-decay-{name}", why, "annealed weight decay", {**kwargs, "allow_decreasing_wd": end < start}, (80,)
+    )
 
 
 SCHEDULE_CASES: tuple[ScheduleCase, ...] = (
@@ -291,4 +322,15 @@ SCHEDULE_CASES: tuple[ScheduleCase, ...] = (
         },
         (24_414_063, 1_438_354_492),
     ),
+    _annealed_lr("the warm-up alone", "constant"),
+    _annealed_lr("a line to the floor, then the floor", "linear"),
+    _annealed_lr("half a cosine to the floor", "cosine"),
+    _annealed_lr("jumps to the floor where it ends", "inverse-square-root"),
+    _annealed_lr("stable, then a line", "WSD", "linear"),
+    _annealed_lr("stable, then half a cosine", "WSD", "cosine"),
+    _annealed_lr("stable, then halving", "WSD", "exponential"),
+    _annealed_lr("stable, then the root, steep at first", "WSD", "minus_sqrt"),
+    _annealed_wd("linear", "a decay that rises from zero", 0.0, 0.1, "linear"),
+    _annealed_wd("cosine", "a decay that rises smoothly", 0.02, 0.3, "cosine"),
+    _annealed_wd("falling", "a decay that falls, behind its flag", 0.1, 0.01, "cosine"),
 )

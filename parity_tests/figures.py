@@ -13,6 +13,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from parity_tests.cases import ANNEALED
 from parity_tests.schedule_parity import ScheduleResult
 from parity_tests.tolerances import BFLOAT16_BLOCK, FLOAT32, FLOAT64, TIERS, TRAINING_FLOAT64
 from parity_tests.training import TrainingResult
@@ -154,7 +155,10 @@ def schedule_picture(result: ScheduleResult) -> Picture:
     top.plot(x, expected, **REFERENCE, label="reference")
     top.plot(x, result.values["torch"], **TORCH)
     top.plot(x, result.values["jax"], **JAX, markevery=_sparse(len(x), 14))
-    top.set(title=f"{result.case.id} ({result.case.lr_scheduler_type})", ylabel="multiplier of the lr")
+    top.set(
+        title=f"{result.case.id} ({result.case.lr_scheduler_type})",
+        ylabel=ANNEALED.get(result.case.lr_scheduler_type, "multiplier of the lr").replace("_", " "),
+    )
     peak = float(np.abs(expected).max()) or 1.0
     dots = {"color": COLOURS[0], "linestyle": "none", "marker": ".", "markersize": 4}
     labels = {"torch": "torch (line above)", "jax": "jax", "jax32": "jax in float32"}

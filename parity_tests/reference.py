@@ -73,9 +73,11 @@ def wsd(
 
 
 def multiplier(n: float, lr_scheduler_type: str | None, kwargs: Mapping) -> float:
-    """f(n) of any schedule; 1 without one."""
+    """f(n) of any schedule; 1 without one. Of the annealer, its lr or decay itself."""
     if lr_scheduler_type is None:
         return 1.0
+    if lr_scheduler_type.startswith("annealed"):
+        return (annealed_lr if lr_scheduler_type.endswith("lr") else annealed_wd)(n, **kwargs)
     if lr_scheduler_type.startswith("lambda"):
         return cyclic(n, lr_scheduler_type.removeprefix("lambda"), **kwargs)
     return wsd(n, **kwargs)

@@ -13,7 +13,7 @@ from jax.tree_util import DictKey, GetAttrKey
 
 import jax_impl
 from parity_tests.backends.base import Arrays, Precision, Record, optimizer_kwargs
-from parity_tests.cases import Case
+from parity_tests.cases import ANNEALED, Case
 from parity_tests.problems import Parameter
 
 jax.config.update("jax_enable_x64", True)
@@ -174,6 +174,10 @@ class JaxBackend:
 
 def schedule_values(lr_scheduler_type: str, kwargs: Mapping[str, Any], steps: list[int], dtype: str) -> np.ndarray:
     """Jitted multipliers at ``steps`` (int32 counts) with x64 on ("float64") or off ("float32")."""
-    schedule = jax.jit(jax_impl.build_lr_schedule(lr_scheduler_type, **kwargs))
+    if lr_scheduler_type in ANNEALED:
+        annealer = jax_impl.OptimizerParamScheduler(**kwargs)
+        schedule = jax.jit(annealer.learning_rate if ANNEALED[lr_scheduler_type] == "lr" else annealer.weight_decay)
+    else:
+        schedule = jax.jit(jax_impl.build_lr_schedule(lr_scheduler_type, **kwargs))
     with jax.enable_x64(dtype == "float64"):
         return np.asarray(schedule(jnp.asarray(steps, jnp.int32)), np.float64)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import torch_impl
 from parity_tests.backends.base import Arrays, Precision, Record, optimizer_kwargs
-from parity_tests.cases import Case
+from parity_tests.cases import ANNEALED, Case
 from parity_tests.problems import Problem
 from torch_impl.schedules import SCHEDULERS
 
@@ -142,6 +142,14 @@ class TorchBackend:
 
 
 def schedule_values(lr_scheduler_type: str, kwargs: Mapping[str, Any], steps: list[int]) -> np.ndarray:
-    """Multipliers as a LambdaLR would ask for them."""
+    """Multipliers as a LambdaLR would ask for them; of ANNEALED, what the annealer leaves in a group."""
+    if lr_scheduler_type in ANNEALED:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0, weight_decay=1.0)
+        scheduler = torch_impl.OptimizerParamScheduler(optimizer, **kwargs)
+        found = []
+        for n in steps:
+            scheduler.step(n - scheduler.num_steps)
+            found.append(optimizer.param_groups[0][ANNEALED[lr_scheduler_type]])
+        return np.array(found)
     schedule = SCHEDULERS[lr_scheduler_type](**kwargs)
     return np.array([schedule(n) for n in steps])
