@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import serialization
 
+from jax_impl.config import check_real
 from jax_impl.tree import named_leaves
 
 _FORMAT = "jax_impl checkpoint 1"
@@ -83,6 +84,8 @@ def match(target: Any, saved: Any, *, config_hash: np.ndarray, keep: Collection[
             continue
         if _kind(leaf) != _kind(given[name]):
             raise ValueError(f"{name} has {_kind(given[name])}, it must have {_kind(leaf)}")
+        if _last(name) in ("base_lr", "base_weight_decay"):
+            check_real(name, np.asarray(given[name]).item())
         if _last(name) == "config_hash":
             expected = config_hash if _is_abstract(leaf) else leaf
             if not np.array_equal(np.asarray(expected), np.asarray(given[name])):

@@ -74,7 +74,8 @@ class OptimizerTransform(optax.GradientTransformationExtraArgs):  # type: ignore
         float32 masters that were not saved are those of ``target``, made from its parameters.
 
         Raises:
-            ValueError: other names, shapes or dtypes; another config than this transform's, without ``override``.
+            ValueError: other names, shapes or dtypes; a base lr or decay that is negative or not finite; another config
+                than this transform's, without ``override``.
         """
         ours = ("config_hash", "base_lr", "base_weight_decay") if override else ()
         restored = match(target, saved, config_hash=self._hash, keep=ours)

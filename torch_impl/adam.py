@@ -35,6 +35,13 @@ def build_adam(param_groups: list[dict[str, Any]], config: AdamConfig) -> torch.
     )
 
 
+def check_adam_group(group: dict[str, Any]) -> None:
+    """Raise TypeError or ValueError for a hyperparameter in ``group`` that is out of range."""
+    values = {name: group[name] for name in ("lr", "weight_decay", "eps", "betas") if name in group}
+    numbers: dict[str, Any] = {name: float(x) if isinstance(x, Tensor) else x for name, x in values.items()}
+    AdamConfig(fused=True, **numbers)
+
+
 def initial_adam_state(p: Tensor) -> dict[str, Tensor]:
     """What torch's fused Adam makes at the first step of a parameter, equivalent to having no state."""
     state = {key: torch.zeros_like(p, requires_grad=False) for key in ("exp_avg", "exp_avg_sq")}

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 
-from torch_impl.adam import initial_adam_state
+from torch_impl.adam import check_adam_group, initial_adam_state
 from torch_impl.aux_adamw import MatrixOptimizerWithAuxAdamW, loaded_copy
 from torch_impl.config import config_hash
 from torch_impl.flat_state import check_config, check_group, check_separate, check_state, common_values, unflatten
@@ -94,7 +94,8 @@ class OptimizersContainer(Stateful):
             override: keep this container's hyperparameters, lr and decay included, where the saved ones differ.
 
         Raises:
-            ValueError: other parameter names, shapes, groups, or config; the state of another kind of optimizer.
+            ValueError: other parameter names, shapes, groups, or config; the state of another kind of optimizer; a
+                hyperparameter out of range (TypeError if it is of the wrong type).
         """
         saved_config = {key: state_dict[key] for key in CONFIG_KEYS if key in state_dict}
         states, groups = unflatten({key: value for key, value in state_dict.items() if key not in CONFIG_KEYS})
@@ -122,6 +123,8 @@ class OptimizersContainer(Stateful):
                     optimizer.check_hyperparameters({**group, **values})
                     if "step" not in values and any("exp_avg" in states.get(name, {}) for name in inside):
                         raise ValueError(f"the group of {inside[0]!r} has moments but no step in the state")
+                else:
+                    check_adam_group({**group, **values})
                 own.append((inside[0], group, values))
             if not override:
                 check_separate(own)
