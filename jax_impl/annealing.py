@@ -33,6 +33,16 @@ _LEGACY_KEYS = {
 }
 _LR_KEYS = ("max_lr", "min_lr", "lr_warmup_steps", "lr_decay_steps", "lr_decay_style", "num_steps")
 _WD_KEYS = ("start_wd", "end_wd", "wd_incr_steps", "wd_incr_style")  # all or none: older states have no decay
+# what a state may lack, such that it is right with any other values
+_HARMLESS: dict[str, Any] = {
+    "init_lr": 0.0,
+    "start_wd": 0.0,
+    "end_wd": 0.0,
+    "wd_incr_steps": 0,
+    "wd_incr_style": "constant",
+    "wsd_decay_steps": 0,
+    "lr_wsd_decay_style": "linear",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +156,7 @@ def read_state(state_dict: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
 
     Raises:
         TypeError: no mapping, or the count is no integer.
-        ValueError: keys missing or unknown.
+        ValueError: keys missing or unknown, or values that no annealer has.
     """
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"state_dict must be a mapping, got {state_dict!r}")
@@ -157,7 +167,9 @@ def read_state(state_dict: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     unknown = sorted(set(saved) - {"num_steps", *(field.name for field in fields(Annealing))})
     if missing or unknown:
         raise ValueError(f"state_dict must be that of an annealer: missing {missing}, unknown {unknown}")
-    return check_integer("num_steps", saved.pop("num_steps")), saved
+    num_steps = check_integer("num_steps", saved.pop("num_steps"))
+    Annealing(**{**_HARMLESS, **saved})
+    return num_steps, saved
 
 
 def check_integer(argument: str, value: Any) -> int:

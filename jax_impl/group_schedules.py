@@ -25,7 +25,7 @@ class Schedules(NamedTuple):
 
     @classmethod
     def check(cls, lr_schedule: Any, weight_decay_schedule: Any) -> Schedules:
-        """Raise TypeError for what is neither a schedule nor a mapping of group numbers to schedules."""
+        """Raise TypeError for anything but a schedule or {group number: schedule}; annealers are in use from now on."""
         schedules = {"lr_schedule": lr_schedule, "weight_decay_schedule": weight_decay_schedule}
         for argument, given in schedules.items():
             for group, schedule in given.items() if isinstance(given, Mapping) else [(0, given)]:
@@ -35,6 +35,10 @@ class Schedules(NamedTuple):
                     raise TypeError(f"{argument} must be the annealer, not its method: its values are no multipliers")
                 if given is not None and not callable(schedule) and not isinstance(schedule, OptimizerParamScheduler):
                     raise TypeError(f"{argument} must be a function of the step or an annealer, got {schedule!r}")
+        for given in schedules.values():
+            for schedule in given.values() if isinstance(given, Mapping) else [given]:
+                if isinstance(schedule, OptimizerParamScheduler):
+                    schedule.in_use = True
         return cls(lr_schedule, weight_decay_schedule)
 
     def check_groups(self, groups: int, config: OptimizerConfig) -> None:

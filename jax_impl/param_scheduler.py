@@ -88,6 +88,7 @@ class OptimizerParamScheduler:
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self.step_size = step_size
         self.num_steps = 0
+        self.in_use = False  # by a transform, whose compiled step keeps the values
         self._annealing = annealing
 
     def __getattr__(self, name: str) -> Any:
@@ -135,7 +136,7 @@ class OptimizerParamScheduler:
         Raises:
             TypeError: no mapping, or a value of the wrong type.
             ValueError: keys missing or unknown, values out of range; values that differ from these, unless one of
-                the two is to win. Nothing has changed then.
+                the two is to win, or after a transform was built with them. Nothing has changed then.
         """
         num_steps, saved = read_state(state_dict)
         annealing = self._annealing
@@ -145,6 +146,11 @@ class OptimizerParamScheduler:
             if different and not self.use_checkpoint_opt_param_scheduler:
                 raise ValueError(f"the state was saved by another annealer: {'; '.join(different)}")
             annealing = replace(annealing, **saved)
+        if self.in_use and annealing != self._annealing:
+            raise ValueError(
+                "a transform was built with this annealer, and its compiled step keeps the old values: load before "
+                "build_optimizer, or build the transform again with a new annealer"
+            )
         self._annealing, self.num_steps = annealing, num_steps
 
     def branch_from(self, step: float, *, decay_steps: float, decay_type: str | None = None) -> OptimizerParamScheduler:
@@ -161,5 +167,6 @@ class OptimizerParamScheduler:
             ValueError: ``step`` is outside the stable phase, or there is none.
         """
         branch = copy.copy(self)
+        branch.in_use = False
         branch._annealing = self._annealing.branch_from(step, decay_steps=decay_steps, decay_type=decay_type)
         return branch

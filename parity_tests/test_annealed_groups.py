@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import jax_impl
 import torch_impl
 from parity_tests.test_annealing import STYLES, annealing
 from torch_impl.containers import OptimizersContainer
@@ -219,6 +220,21 @@ def test_a_group_added_later_joins_in():
     assert values(optimizer)[2] == pytest.approx((0.25 * 0.55, 2 * 0.06))
 
 
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_group_added_to_any_optimizer_of_a_container_joins_in(late):
+    """It keeps its own lr and decay, and so do the groups behind it; relative to the first group, lr 1e-3, decay .1."""
+    optimizer = several()
+    scheduler = torch_impl.OptimizerParamScheduler(optimizer, **HAND)
+    scheduler.step(6)
+    before = [[(float(g["lr"]), float(g["weight_decay"])) for g in inner.param_groups] for inner in optimizer]
+    group = {"params": [nn.Parameter(torch.ones(2))], "lr": 2e-3, "weight_decay": 0.2}
+    optimizer.optimizers[late].add_param_group(group)
+    scheduler.step(0)
+    after = [[(float(g["lr"]), float(g["weight_decay"])) for g in inner.param_groups] for inner in optimizer]
+    before[late].append(pytest.approx((2 * 0.55, 2 * 0.06)))
+    assert after == before
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_tensors_are_filled(dtype):
     """lr and decay stay the tensors they were, and a default that all groups share is taken apart."""
@@ -292,4 +308,32 @@ def test_exemptions_that_nothing_tells_apart():
     with pytest.raises(ValueError, match="built with weight_decay > 0"):
         torch_impl.OptimizerParamScheduler(optimizer, **annealing("constant", 0.0, 1e-3, 0.0, 2, 16, **RISING))
     assert values(optimizer) == before
-    torch_impl.OptimizerParamScheduler(optimizer, **annealing("constant", 0.0, 1e-3, 0.0, 2, 16))  # no decay at all
+    no_decay = annealing("constant", 0.0, 1e-3, 0.0, 2, 16)
+    scheduler = torch_impl.OptimizerParamScheduler(optimizer, **no_decay)
+    before, state = values(optimizer), scheduler.state_dict()
+    with pytest.raises(ValueError, match="built with weight_decay > 0"):
+        scheduler.load_state_dict({**state, "num_steps": 3, **RISING})
+    assert (values(optimizer), scheduler.state_dict()) == (before, state)
+
+
+WRONG_STATES = [
+    ({"max_lr": "x"}, TypeError, "max_lr must be a number"),
+    ({"lr_decay_style": "nope"}, ValueError, "lr_decay_style must be one of"),
+    ({"lr_warmup_steps": -3}, ValueError, "lr_warmup_steps must be finite and >= 0"),
+    ({"num_steps": 1.5}, TypeError, "num_steps must be an integer"),
+]
+
+
+@pytest.mark.parametrize("mode", [{}, dict(use_checkpoint_opt_param_scheduler=False), OVERRIDE])
+@pytest.mark.parametrize(("change", "error", "message"), WRONG_STATES)
+def test_wrong_values_in_a_state(change, error, message, mode):
+    """Whoever is to win, on both sides."""
+    optimizer = plain_optimizer()
+    for scheduler in (
+        torch_impl.OptimizerParamScheduler(optimizer, **HAND, **mode),
+        jax_impl.OptimizerParamScheduler(**HAND, **mode),
+    ):
+        before, state = values(optimizer), scheduler.state_dict()
+        with pytest.raises(error, match=message):
+            scheduler.load_state_dict({**state, "num_steps": 5, **change})
+        assert (values(optimizer), scheduler.state_dict()) == (before, state)

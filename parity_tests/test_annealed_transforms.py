@@ -149,3 +149,21 @@ def test_an_annealer_goes_on_after_a_restore():
     state = first.set_hyperparameters(first.init(params), step=4)
     restored = second.restore(second.init(params), state, override=True)
     assert [float(v.learning_rate) for v in jax_impl.hyperparameters(restored).values()] == [2.0, 2.0, 10.0, 10.0]
+
+
+def test_an_annealer_in_use_keeps_its_values():
+    """A compiled step would keep them anyway: the same values load, others raise; a branch is free again."""
+    annealer = jax_impl.OptimizerParamScheduler(**HAND)
+    state = annealer.state_dict()
+    annealer.load_state_dict({**state, "max_lr": 2.0})
+    annealer.load_state_dict(state)
+    jax_impl.build_optimizer(trees(0), "adamw", lr_schedule={0: annealer}, **OPTIONS)
+    annealer.load_state_dict({**state, "num_steps": 7})
+    with pytest.raises(ValueError, match="load before build_optimizer"):
+        annealer.load_state_dict({**state, "max_lr": 2.0})
+    assert annealer.state_dict() == {**state, "num_steps": 7}
+    stable = jax_impl.OptimizerParamScheduler(**{**HAND, "lr_decay_style": "constant"})
+    jax_impl.build_optimizer(trees(0), "adamw", lr_schedule=stable, **OPTIONS)
+    branch = stable.branch_from(5, decay_steps=2, decay_type="linear")
+    branch.load_state_dict({**branch.state_dict(), "max_lr": 2.0})
+    assert float(branch.learning_rate(5)) == 2.0

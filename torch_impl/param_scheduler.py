@@ -6,6 +6,7 @@ Source of names and rules: OptimizerParamScheduler of NVIDIA's Megatron-LM and N
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -37,7 +38,8 @@ class OptimizerParamScheduler:
         start_wd, end_wd, wd_incr_steps: weight decay at step 0, and from ``wd_incr_steps`` on.
         wd_incr_style: "constant", "linear" or "cosine".
         use_checkpoint_opt_param_scheduler: a load takes the saved values.
-        override_opt_param_scheduler: a load takes the count only, and groups keep the bounds they had at construction.
+        override_opt_param_scheduler: a load takes the count only, and groups keep the bounds they had at construction
+            (but for one equal to the saved annealer's, which is taken for a part of the checkpoint).
             With neither, saved values must equal these.
         wsd_decay_steps, lr_wsd_decay_style: length of the decay that ends at ``lr_decay_steps``, and "linear",
             "cosine", "exponential" or "minus_sqrt"; "WSD" needs both.
@@ -95,20 +97,16 @@ class OptimizerParamScheduler:
             raise ValueError(f"end_wd must be >= start_wd {start_wd!r} without allow_decreasing_wd, got {end_wd!r}")
         optimizers = list(optimizer) if isinstance(optimizer, OptimizersContainer) else [optimizer]
         _check_groups(optimizers)
-        if isinstance(optimizer, OptimizersContainer) and max(annealing.start_wd, annealing.end_wd) > 0:
-            config = optimizer.effective_config()
-            if config.get("disable_weight_decay_for_1d_params") and config["weight_decay"] == 0:
-                raise ValueError(
-                    "disable_weight_decay_for_1d_params needs an optimizer that is built with weight_decay > 0: with 0 "
-                    "nothing tells its groups apart, and the annealer's decay would reach all of them"
-                )
+        config = optimizer.effective_config() if isinstance(optimizer, OptimizersContainer) else {}
+        self._exempts_by_zero = bool(config.get("disable_weight_decay_for_1d_params")) and config["weight_decay"] == 0
+        self._check_exemptions(annealing)
 
         self.use_checkpoint_opt_param_scheduler = use_checkpoint_opt_param_scheduler
         self.override_opt_param_scheduler = override_opt_param_scheduler
         self._annealing = annealing
         self._optimizers = optimizers
         self._base = {key: _base(optimizer, self._groups()[0], key) for key in ("lr", "weight_decay")}
-        self._rules: list[dict[str, float]] = []
+        self._rules: list[list[dict[str, float]]] = [[] for _ in optimizers]
         self._set_step(annealing, 0)
 
     def __getattr__(self, name: str) -> Any:
@@ -156,8 +154,8 @@ class OptimizerParamScheduler:
         num_steps, saved = read_state(state_dict)
         annealing = self._annealing
         if self.override_opt_param_scheduler:
-            for rules in self._rules:  # a bound that repeats the saved annealer's is none of the group
-                for key in LR_BOUNDS:
+            for rules in itertools.chain(*self._rules):
+                for key in LR_BOUNDS:  # one that repeats the saved annealer's is none of the group
                     if rules.get(key) == saved[key]:
                         del rules[key]
         else:
@@ -168,6 +166,7 @@ class OptimizerParamScheduler:
                 ]
                 raise ValueError(f"the state was saved by another annealer: {'; '.join(values)}")
             annealing = replace(annealing, **saved)
+            self._check_exemptions(annealing)
         self._set_step(annealing, num_steps)
 
     def branch_from(self, step: float, *, decay_steps: float, decay_type: str | None = None) -> OptimizerParamScheduler:
@@ -189,13 +188,20 @@ class OptimizerParamScheduler:
         branch._set_step(annealing, self.num_steps)
         return branch
 
+    def _check_exemptions(self, annealing: Annealing) -> None:
+        if self._exempts_by_zero and max(annealing.start_wd, annealing.end_wd) > 0:
+            raise ValueError(
+                "disable_weight_decay_for_1d_params needs an optimizer that is built with weight_decay > 0: with 0 "
+                "nothing tells its groups apart, and the annealer's decay would reach all of them"
+            )
+
     def _groups(self) -> list[dict[str, Any]]:
         """The live groups: loading an optimizer's state may replace them."""
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def _set_step(self, annealing: Annealing, num_steps: int) -> None:
+        self._keep_rules()
         groups = self._groups()
-        self._keep_rules(groups)
         wd = annealing.weight_decay(num_steps)
         lrs = [_group_lr(annealing, num_steps, group) * float(group.get("lr_mult", 1.0)) for group in groups]
         wds = [wd * float(group[WD_RULE]) for group in groups]
@@ -205,12 +211,11 @@ class OptimizerParamScheduler:
             assign_(group, "lr", lr)
             assign_(group, "weight_decay", wd)
 
-    def _keep_rules(self, groups: list[dict[str, Any]]) -> None:
+    def _keep_rules(self) -> None:
         """Put back what a loaded optimizer state lacks; a group that is new to the annealer gets its rules."""
-        for i, group in enumerate(groups):
-            if i == len(self._rules):
-                self._rules.append(self._rules_of(group))
-            rules = self._rules[i]
+        for optimizer, known in zip(self._optimizers, self._rules, strict=True):
+            known += [self._rules_of(group) for group in optimizer.param_groups[len(known) :]]
+        for group, rules in zip(self._groups(), itertools.chain(*self._rules), strict=True):
             if self.override_opt_param_scheduler:
                 for key in LR_BOUNDS:
                     group.pop(key, None)
