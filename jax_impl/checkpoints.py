@@ -14,9 +14,13 @@ import numpy as np
 from flax import serialization
 
 from jax_impl.config import check_real
+from jax_impl.group_state import field_of, hashes_of
 from jax_impl.tree import named_leaves
 
 _FORMAT = "jax_impl checkpoint 1"
+_GROUP = re.compile(r"inner_states\.\d+\.")
+_COUNT = re.compile(r"(?:.*\.)?inner_states\.\d+\.[a-z]+\.inner_state\.(?:inner\.)+count(?:\..*)?")
+_HYPERPARAMETERS = ("base_lr", "base_weight_decay", "lr_factor", "weight_decay_factor")
 _MASTER = re.compile(r"(?:.*\.)?inner_states\.\d+\.[a-z]+\.inner_state\.master\..*")
 
 
@@ -60,41 +64,69 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     return content["leaves"]
 
 
-def match(target: Any, saved: Any, *, config_hash: np.ndarray, keep: Collection[str] = ()) -> Any:
+def match(target: Any, saved: Any, *, config_hash: np.ndarray, override: bool) -> Any:
     """The leaves of ``saved`` in the structure of ``target``; see OptimizerTransform.restore.
 
     Args:
         target: arrays, numbers or ``jax.ShapeDtypeStruct``s.
         saved: leaves of the same names, in any containers.
-        config_hash: what a leaf of this name must hold where ``target`` has no values.
-        keep: last parts of the names of leaves that are taken from ``target``.
+        config_hash: what the hash must be where ``target`` has no values.
+        override: keep hash, lr and decay of ``target``; parameters may have moved to groups of other numbers.
     """
     wanted = named_leaves(target)
     given = _without_value(named_leaves(saved), wanted)
+    hashes = hashes_of(wanted)
+    kept = {name for name in wanted if override and (name in hashes or field_of(name) in _HYPERPARAMETERS)}
+    if override:
+        given = _regrouped(given, wanted, kept)
     absent = [name for name in wanted if name not in given]
     rebuilt = {name for name in absent if _MASTER.fullmatch(name) and not _is_abstract(wanted[name])}
     missing, unknown = [name for name in absent if name not in rebuilt], [name for name in given if name not in wanted]
     if missing or unknown:
         raise ValueError(f"the state belongs to another tree; missing from it: {missing}, unknown here: {unknown}")
-    kept = rebuilt | {name for name in wanted if _last(name) in keep}
+    kept |= rebuilt
     if any(_is_abstract(wanted[name]) for name in kept):
         raise ValueError("override=True takes values from the target: it must come from init, not from eval_shape")
     for name, leaf in wanted.items():
         if name in kept:
             continue
-        if _kind(leaf) != _kind(given[name]):
-            raise ValueError(f"{name} has {_kind(given[name])}, it must have {_kind(leaf)}")
-        if _last(name) in ("base_lr", "base_weight_decay"):
-            check_real(name, np.asarray(given[name]).item())
-        if _last(name) == "config_hash":
-            expected = config_hash if _is_abstract(leaf) else leaf
-            if not np.array_equal(np.asarray(expected), np.asarray(given[name])):
+        value = given[name]
+        if _kind(value, leaf) != _kind(leaf, leaf):
+            raise ValueError(f"{name} has {_kind(value, leaf)}, it must have {_kind(leaf, leaf)}")
+        if field_of(name) in ("base_lr", "base_weight_decay"):
+            for number in np.ravel(value):
+                check_real(name, number)
+        if (field_of(name) == "schedule_count" or _COUNT.fullmatch(name)) and np.any(np.asarray(value) < 0):
+            raise ValueError(f"{name} must be >= 0, got {value}")
+        if name in hashes:
+            expected = np.broadcast_to(config_hash, np.shape(leaf)) if _is_abstract(leaf) else leaf
+            if not np.array_equal(np.asarray(expected), np.asarray(value)):
                 raise ValueError(
                     "the state was saved under another config: compare effective_config() of both runs, or go on with "
                     "the values of this one by override=True"
                 )
     leaves = [_copy(leaf, leaf if name in kept else given[name]) for name, leaf in wanted.items()]
     return jax.tree.unflatten(jax.tree.structure(target), leaves)
+
+
+def _regrouped(given: Mapping[str, Any], wanted: Collection[str], kept: Collection[str]) -> dict[str, Any]:
+    """``given`` under the names that its parameters have among ``wanted``, whatever the numbers of their groups.
+
+    Raises:
+        ValueError: a value that groups share, such as a count, differs between the groups that were saved.
+    """
+    by_role: dict[str, list[Any]] = {}
+    for name, leaf in given.items():
+        by_role.setdefault(_GROUP.sub("inner_states.", name), []).append(leaf)
+    found = {}
+    for name in wanted:
+        leaves = by_role.get(_GROUP.sub("inner_states.", name), [])
+        if name not in kept and any(not np.array_equal(leaves[0], leaf) for leaf in leaves[1:]):
+            raise ValueError(f"{name}: the groups of the state have different values, {[str(leaf) for leaf in leaves]}")
+        if leaves:
+            found[name] = leaves[0]
+    names = {_GROUP.sub("inner_states.", name) for name in wanted}
+    return found | {name: leaf for name, leaf in given.items() if _GROUP.sub("inner_states.", name) not in names}
 
 
 def _without_value(given: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:
@@ -107,18 +139,15 @@ def _without_value(given: Mapping[str, Any], wanted: Collection[str]) -> dict[st
     return {rename(name): leaf for name, leaf in given.items()}
 
 
-def _last(name: str) -> str:
-    return name.rpartition(".")[2]
-
-
 def _is_abstract(leaf: Any) -> bool:
     return isinstance(leaf, jax.ShapeDtypeStruct)
 
 
-def _kind(leaf: Any) -> str:
-    """dtype and shape as text."""
-    dtype = np.dtype(getattr(leaf, "dtype", type(leaf)))
-    return f"{dtype} {np.shape(leaf)}"
+def _kind(value: Any, leaf: Any) -> str:
+    """dtype and shape as text; where ``leaf`` is a Python number, which takes any width, the kind of number."""
+    dtype = np.dtype(getattr(value, "dtype", type(value)))
+    width = {"b": "bool", "i": "int", "u": "int", "f": "float"}.get(dtype.kind, str(dtype))
+    return f"{width if isinstance(leaf, (bool, int, float)) else dtype} {np.shape(value)}"
 
 
 def _copy(leaf: Any, value: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,18 @@ _FIELD = re.compile(
     r"(?P<owner>.*?)inner_states\.(?P<group>\d+)\.[a-z]+\.inner_state\.(?:inner\.)?"
     r"(?P<field>schedule_count|base_lr|lr_factor|base_weight_decay|weight_decay_factor)"
 )
+
+
+def field_of(name: str) -> str | None:
+    """The field of GroupState that a leaf of this name holds, if it is one."""
+    match = _FIELD.fullmatch(name)
+    return match["field"] if match else None
+
+
+def hashes_of(names: Iterable[str]) -> set[str]:
+    """The names of the config hashes that stand beside the groups among ``names``."""
+    owners = {match["owner"] for name in names if (match := _FIELD.fullmatch(name))}
+    return {owner.removesuffix("inner.") + "config_hash" for owner in owners}
 
 
 class GroupState(NamedTuple):
@@ -113,7 +125,7 @@ def set_fields(opt_state: Any, values: Mapping[str, Mapping[int, Any] | Any]) ->
 
 def like(leaf: Any, value: Any) -> Any:
     """``value`` as an array of its own, with the dtype and the device or sharding of ``leaf``."""
-    array = np.array(value, leaf.dtype)
+    array = np.array(np.broadcast_to(value, np.shape(leaf)), leaf.dtype)
     return jax.device_put(array, leaf.sharding) if isinstance(leaf, jax.Array) else jnp.asarray(array)
 
 

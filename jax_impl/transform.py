@@ -69,7 +69,8 @@ class OptimizerTransform(optax.GradientTransformationExtraArgs):  # type: ignore
             target: a tree that holds a state fresh from ``init``, or from ``jax.eval_shape(init, params)``.
             saved: the same leaves in any containers, with the same names: what load_checkpoint, orbax (with or
                 without a target) or flax.serialization gave back. Arrays are copied.
-            override: go on with this transform's hyperparameters and schedule where they differ from the saved ones.
+            override: go on with this transform's hyperparameters, groups and schedules where they differ from the saved
+                ones.
 
         float32 masters that were not saved are those of ``target``, made from its parameters.
 
@@ -77,8 +78,7 @@ class OptimizerTransform(optax.GradientTransformationExtraArgs):  # type: ignore
             ValueError: other names, shapes or dtypes; a base lr or decay that is negative or not finite; another config
                 than this transform's, without ``override``.
         """
-        ours = ("config_hash", "base_lr", "base_weight_decay") if override else ()
-        restored = match(target, saved, config_hash=self._hash, keep=ours)
+        restored = match(target, saved, config_hash=self._hash, override=override)
         return self._with_factors(restored) if override else restored
 
     def set_hyperparameters(

@@ -130,7 +130,7 @@ def damaged(change):
         ("optimizer", lambda s: s.update({k: "fp8" for k in s if k.endswith(".ns_dtype")}), "ns_dtype must be one of"),
         ("optimizer", lambda s: [s.pop(k) for k in list(s) if k.endswith(".lr")], "has no lr in the state"),
         ("scheduler", lambda s: s.clear(), "no scheduler state"),
-        ("scheduler", lambda s: s.update(last_epoch="x"), "must be numbers"),
+        ("scheduler", lambda s: s.update(last_epoch="x"), "last_epoch must be one number, got 'x'"),
         ("scheduler", lambda s: s.update(schedulers=[s.copy(), s.copy()]), "2 schedulers, this container 1"),
         ("scheduler", lambda s: s.update(base_lrs=[0.1]), "1 parameter groups, the optimizer 2"),
     ],

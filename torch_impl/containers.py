@@ -15,7 +15,17 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch_impl.adam import check_adam_group, initial_adam_state
 from torch_impl.aux_adamw import MatrixOptimizerWithAuxAdamW, loaded_copy
 from torch_impl.config import config_hash
-from torch_impl.flat_state import check_config, check_group, check_separate, check_state, common_values, unflatten
+from torch_impl.flat_state import (
+    IMPLEMENTATION,
+    check_config,
+    check_count,
+    check_group,
+    check_separate,
+    check_state,
+    common_values,
+    scheduler_state,
+    unflatten,
+)
 from torch_impl.routing import RoutingTable
 
 CONFIG_KEYS = ("config", "config_hash")
@@ -108,6 +118,10 @@ class OptimizersContainer(Stateful):
             )
         for name, p, optimizer, group in members:
             check_state(name, p, states.get(name, {}), _initial_state(optimizer, p, group))
+        lost = sorted(ours - set(states)) if saved_config else []
+        if lost:  # state_dict() writes zeros for what has no state yet, other systems write nothing
+            raise ValueError(f"the state of {lost} is missing from a checkpoint that was written here")
+        groups = {name: {k: v for k, v in own.items() if k not in IMPLEMENTATION} for name, own in groups.items()}
         if override:
             groups = {name: {k: v for k, v in values.items() if k == "step"} for name, values in groups.items()}
         names = {p: name for name, p, *_ in members}
@@ -117,6 +131,8 @@ class OptimizersContainer(Stateful):
             for group in optimizer.param_groups:
                 inside = [names[p] for p in group["params"]]
                 values = common_values([(name, groups[name]) for name in inside])
+                if "step" in values:
+                    check_count(f"param_groups.{inside[0]}.step", values["step"])
                 if not override:
                     check_group(inside[0], values, group)
                 if isinstance(optimizer, MatrixOptimizerWithAuxAdamW):
@@ -212,30 +228,28 @@ class LRSchedulersContainer(Stateful):
             override: keep this container's base lrs.
 
         Raises:
-            ValueError: the state was saved with another number of optimizers or of groups.
+            ValueError: the state was saved with another number of optimizers or of groups, or holds counts or lrs that
+                no run has. Nothing has changed then.
         """
-        state_dict = copy.deepcopy(state_dict)
-        states = state_dict.pop("schedulers", [state_dict])
-        if not all(isinstance(state, Mapping) and {"base_lrs", "last_epoch"} <= set(state) for state in states):
-            raise ValueError(f"no scheduler state: it has {sorted(state_dict)}, not base_lrs and last_epoch")
-        for state in states:
-            numbers = [state["last_epoch"], *state["base_lrs"]]
-            if not all(isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1) for x in numbers):
-                raise ValueError(f"last_epoch and base_lrs of a scheduler must be numbers, got {numbers}")
+        states = state_dict.get("schedulers", [state_dict])
         if len(states) != len(self.schedulers):
             raise ValueError(
                 f"the state has {len(states)} schedulers, this container {len(self.schedulers)}; "
                 "build the optimizers over the same device meshes as when it was saved"
             )
-        for scheduler, state in zip(self.schedulers, states, strict=True):
-            if len(state["base_lrs"]) != len(scheduler.base_lrs):
+        loaded = [scheduler_state(state) for state in states]
+        if len({count for count, _ in loaded}) != 1:
+            raise ValueError(f"the schedulers of the state are at different counts: {[count for count, _ in loaded]}")
+        for scheduler, (_, base_lrs) in zip(self.schedulers, loaded, strict=True):
+            if len(base_lrs) != len(scheduler.base_lrs):
                 raise ValueError(
-                    f"the state has {len(state['base_lrs'])} parameter groups, "
-                    f"the optimizer {len(scheduler.base_lrs)}; "
+                    f"the state has {len(base_lrs)} parameter groups, the optimizer {len(scheduler.base_lrs)}; "
                     "build it with the same lr_multipliers and decay as when it was saved"
                 )
-        for scheduler, state in zip(self.schedulers, states, strict=True):
-            scheduler.load_state_dict({**state, "base_lrs": scheduler.base_lrs} if override else state)
+        for scheduler, (count, base_lrs) in zip(self.schedulers, loaded, strict=True):
+            scheduler.last_epoch, scheduler._step_count = count, count + 1
+            if not override:
+                scheduler.base_lrs = copy.deepcopy(base_lrs)
             _set_lr(scheduler)
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torch_impl.config import config_hash
+from torch_impl.config import check_real, config_hash
 from torch_impl.param_groups import LR_RULE, WD_RULE
+
+# how a step is computed, not what; a container goes on with its own
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+# another value makes another rule
+_RULES = ("decoupled_weight_decay", "maximize", "amsgrad", "master_weights")
 
 
 def unflatten(flat: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
@@ -66,6 +72,34 @@ def check_state(name: str, p: Tensor, saved: dict[str, Any], expected: dict[str,
         wanted = (expected[key].dtype, tuple(expected[key].shape))
         if found != wanted:
             raise ValueError(f"state.{name}.{key} has {found[0]} {found[1]}, it must have {wanted[0]} {wanted[1]}")
+        if key == "step":
+            check_count(f"state.{name}.step", value)
+
+
+def check_count(what: str, value: Any) -> None:
+    """``value`` is one number that counts steps."""
+    if isinstance(value, bool) or not (isinstance(value, (int, float)) or _is_scalar(value)):
+        raise ValueError(f"{what} must be one number, got {value!r}")
+    if not float(value) >= 0 or not float(value).is_integer():
+        raise ValueError(f"{what} must be a whole number >= 0, got {value!r}")
+
+
+def scheduler_state(state: Any) -> tuple[int, list[Any]]:
+    """Count and base lrs of one LambdaLR's state.
+
+    Raises:
+        ValueError: it has none, or they are no count and no lrs.
+    """
+    if not isinstance(state, Mapping) or not {"base_lrs", "last_epoch"} <= set(state):
+        raise ValueError(f"no scheduler state, which has base_lrs and last_epoch: {state!r}")
+    count, base_lrs = state["last_epoch"], state["base_lrs"]
+    check_count("last_epoch", count)
+    if not isinstance(base_lrs, (list, tuple)):
+        raise ValueError(f"base_lrs must be a list, got {base_lrs!r}")
+    for lr in base_lrs:
+        if isinstance(lr, bool) or not (isinstance(lr, (int, float)) or _is_scalar(lr)) or not 0 <= lr < math.inf:
+            raise ValueError(f"base_lrs must be finite and >= 0, got {base_lrs!r}")
+    return int(count), list(base_lrs)
 
 
 def check_group(name: str, saved: dict[str, Any], group: dict[str, Any]) -> None:
@@ -77,13 +111,15 @@ def check_group(name: str, saved: dict[str, Any], group: dict[str, Any]) -> None
     for key, value in saved.items():
         current = group.get(key, group["lr"])
         if isinstance(current, (Tensor, int, float)) and not isinstance(current, bool):
-            if not (isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)):
+            if not (isinstance(value, (int, float)) or _is_scalar(value)):
                 raise ValueError(f"param_groups.{name}.{key} must be one number, got {value!r}")
         elif isinstance(current, (tuple, list)) != isinstance(value, (tuple, list)):
             raise ValueError(f"param_groups.{name}.{key} must be like {current!r}, got {value!r}")
-    rule = "decoupled_weight_decay"
-    if rule in group and saved.get(rule, group[rule]) != group[rule]:
-        raise ValueError(f"the group of {name!r} has {rule}={saved[rule]} in the state, here it is {group[rule]}")
+        if key in ("initial_lr", *LR_RULE, WD_RULE):
+            check_real(f"param_groups.{name}.{key}", float(value))
+    for rule in _RULES:
+        if rule in group and saved.get(rule, group[rule]) != group[rule]:
+            raise ValueError(f"the group of {name!r} has {rule}={saved[rule]} in the state, here it is {group[rule]}")
 
 
 def common_values(members: list[tuple[str, dict[str, Any]]]) -> dict[str, Any]:
@@ -116,7 +152,13 @@ def check_separate(loaded: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> 
                 )
 
 
+def _is_scalar(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() == 1
+
+
 def _equal(a: Any, b: Any) -> bool:
+    """Also NaN and NaN: what is wrong with them is not that they differ."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return torch.equal(a, b)
-    return bool(a == b)
+        alike = a.shape == b.shape and a.dtype == b.dtype
+        return alike and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return bool(a == b or (a != a and b != b))
