@@ -35,8 +35,10 @@ def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
     """
     leaves = {name: np.asarray(leaf) for name, leaf in named_leaves(tree).items()}
     for name, leaf in leaves.items():
-        if leaf.dtype.kind in "OSU":
+        if leaf.dtype.kind in "OSU" or leaf.dtype.names is not None:
             raise TypeError(f"{name!r} must be an array or a number, got dtype {leaf.dtype}")
+        if not leaf.dtype.isnative:  # the format has no byte order
+            leaves[name] = leaf.astype(leaf.dtype.newbyteorder("="))
     data = serialization.msgpack_serialize({"format": _FORMAT, "leaves": leaves})
     path = Path(path)
     temporary = path.with_name(f".{path.name}.tmp")
@@ -96,6 +98,8 @@ def match(target: Any, saved: Any, *, config_hash: np.ndarray, override: bool) -
         if field_of(name) in ("base_lr", "base_weight_decay"):
             for number in np.ravel(value):
                 check_real(name, number)
+        if field_of(name) in ("lr_factor", "weight_decay_factor") and not np.all(np.isfinite(value)):
+            raise ValueError(f"{name} must be finite, got {value}")
         if (field_of(name) == "schedule_count" or _COUNT.fullmatch(name)) and np.any(np.asarray(value) < 0):
             raise ValueError(f"{name} must be >= 0, got {value}")
         if name in hashes:

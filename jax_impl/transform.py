@@ -101,10 +101,14 @@ class OptimizerTransform(optax.GradientTransformationExtraArgs):  # type: ignore
         """
         if step is not None and (isinstance(step, bool) or not isinstance(step, (int, np.integer))):
             raise TypeError(f"step must be an integer, got {step!r}")
+        if step is not None and step > jnp.iinfo(jnp.int32).max:
+            raise ValueError(f"step must fit a 32-bit count, got {step!r}")
+        largest = float(jnp.finfo(jnp.result_type(float)).max)
         given = {"step": step, "base_lr": base_lr, "base_weight_decay": base_weight_decay}
         for name, value in given.items():
             for number in value.values() if isinstance(value, Mapping) else [0 if value is None else value]:
-                check_real(name, number)
+                if check_real(name, number) > largest:
+                    raise ValueError(f"{name} must be at most {largest}, got {number!r}")
         given["schedule_count"] = given.pop("step")
         return self._with_factors(set_fields(opt_state, {k: v for k, v in given.items() if v is not None}))
 

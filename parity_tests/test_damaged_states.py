@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import defaultdict
+from http import HTTPStatus
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -257,3 +260,65 @@ def test_groups_at_different_counts_are_no_one_state():
     saved["inner.inner_states.9.adamw.inner_state.inner.schedule_count"] = jnp.asarray(5)
     with pytest.raises(ValueError, match="the groups of the state have different values"):
         transform.restore(fresh, saved, override=True)
+
+
+@pytest.mark.parametrize("field", ["lr_factor", "weight_decay_factor"])
+def test_factors_that_are_not_finite(field):
+    transform, state, params = jax_run("adamw", 1)
+    saved = {name: jnp.full_like(x, NAN) if name.endswith(field) else x for name, x in named_leaves(state).items()}
+    with pytest.raises(ValueError, match=f"{field} must be finite"):
+        transform.restore(transform.init(params), saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "x64", "message"),
+    [
+        ({"step": 2**31}, True, "step must fit a 32-bit count"),
+        ({"step": np.int64(2**40)}, True, "step must fit a 32-bit count"),
+        ({"base_lr": 1e39}, False, "base_lr must be at most 3.4"),
+        ({"base_weight_decay": {0: 1e39}}, False, "base_weight_decay must be at most 3.4"),
+    ],
+)
+def test_numbers_that_the_state_cannot_hold(change, x64, message):
+    with jax.enable_x64(x64):
+        transform, state, _ = jax_run("adamw", 0)
+        with pytest.raises(ValueError, match=message):
+            transform.set_hyperparameters(state, **change)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    x: int
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"loss": np.float64(1.0)}, "'loss' must be a tensor or a plain value, got float64"),
+        ({"a": {"name": np.str_("x")}}, "'a.name' must be"),
+        ({"pair": Pair(1)}, "'pair' must be a tensor or a plain value, got Pair"),
+        ({"seen": defaultdict(int)}, "'seen' must be"),
+        ({"kind": HTTPStatus.OK}, "'kind' must be"),
+        ({"a": {np.int64(3): 1}}, "the key of 'a.3' must be a plain value, got int64"),
+        ({"a": [{(1, 2): 1}]}, "the key of"),
+    ],
+)
+def test_what_could_not_be_loaded_again_is_not_saved(tmp_path, tree, message):
+    path = tmp_path / "run.pt"
+    torch_impl.save_checkpoint(path, {"step": 1})
+    with pytest.raises(TypeError, match=message):
+        torch_impl.save_checkpoint(path, tree)
+    assert torch_impl.load_checkpoint(path) == {"step": 1}
+
+
+def test_byte_orders_and_structured_arrays_in_jax(tmp_path):
+    path = tmp_path / "run.msgpack"
+    jax_impl.save_checkpoint(path, {"x": np.arange(3, dtype=">f4"), "y": jnp.ones(2, jnp.bfloat16)})
+    loaded = jax_impl.load_checkpoint(path)
+    assert loaded["x"].tolist() == [0.0, 1.0, 2.0]
+    assert loaded["y"].dtype == jnp.bfloat16
+    with pytest.raises(TypeError, match="'z' must be an array or a number"):
+        jax_impl.save_checkpoint(path, {"z": np.zeros(2, [("a", "i4"), ("b", "f4")])})
+    assert jax_impl.load_checkpoint(path).keys() == {"x", "y"}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
 import torch
+
+_SCALARS = (bool, int, float, str, bytes)
 
 
 def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
@@ -43,11 +46,15 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Any:
 
 
 def _check_plain(x: Any, path: str) -> None:
-    if isinstance(x, dict):
+    """Exact types: ``weights_only`` knows no subclass, not even the float that a numpy scalar is."""
+    if type(x) in (dict, OrderedDict):
         for key, value in x.items():
-            _check_plain(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(x, (list, tuple)):
+            inside = f"{path}.{key}" if path else str(key)
+            if type(key) not in _SCALARS:
+                raise TypeError(f"the key of {inside!r} must be a plain value, got {type(key).__name__}")
+            _check_plain(value, inside)
+    elif type(x) in (list, tuple):
         for i, value in enumerate(x):
             _check_plain(value, f"{path}.{i}")
-    elif not (x is None or isinstance(x, (torch.Tensor, bool, int, float, str, bytes, torch.dtype, torch.Size))):
+    elif not (x is None or type(x) in _SCALARS or isinstance(x, (torch.Tensor, torch.dtype, torch.Size))):
         raise TypeError(f"{path!r} must be a tensor or a plain value, got {type(x).__name__}")
