@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_impl.config import check_real, plain
+from jax_impl.config import check_integer, check_real, plain
 from jax_impl.schedules import elapsed
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -170,13 +170,6 @@ def read_state(state_dict: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     num_steps = check_integer("num_steps", saved.pop("num_steps"))
     Annealing(**{**_HARMLESS, **saved})
     return num_steps, saved
-
-
-def check_integer(argument: str, value: Any) -> int:
-    value = plain(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be an integer, got {value!r}")
-    return value
 
 
 def _check_style(argument: str, value: Any, styles: tuple[str, ...]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,11 @@ import numpy as np
 from flax import serialization
 
 from jax_impl.config import check_real
-from jax_impl.group_state import field_of, hashes_of
+from jax_impl.group_state import field_of, hashes_of, is_count, is_master, without_group
 from jax_impl.tree import named_leaves
 
 _FORMAT = "jax_impl checkpoint 1"
-_GROUP = re.compile(r"inner_states\.\d+\.")
-_COUNT = re.compile(r"(?:.*\.)?inner_states\.\d+\.[a-z]+\.inner_state\.(?:inner\.)+count(?:\..*)?")
 _HYPERPARAMETERS = ("base_lr", "base_weight_decay", "lr_factor", "weight_decay_factor")
-_MASTER = re.compile(r"(?:.*\.)?inner_states\.\d+\.[a-z]+\.inner_state\.master\..*")
 
 
 def save_checkpoint(path: str | os.PathLike[str], tree: Any) -> None:
@@ -82,7 +78,7 @@ def match(target: Any, saved: Any, *, config_hash: np.ndarray, override: bool) -
     if override:
         given = _regrouped(given, wanted, kept)
     absent = [name for name in wanted if name not in given]
-    rebuilt = {name for name in absent if _MASTER.fullmatch(name) and not _is_abstract(wanted[name])}
+    rebuilt = {name for name in absent if is_master(name) and not _is_abstract(wanted[name])}
     missing, unknown = [name for name in absent if name not in rebuilt], [name for name in given if name not in wanted]
     if missing or unknown:
         raise ValueError(f"the state belongs to another tree; missing from it: {missing}, unknown here: {unknown}")
@@ -95,13 +91,7 @@ def match(target: Any, saved: Any, *, config_hash: np.ndarray, override: bool) -
         value = given[name]
         if _kind(value, leaf) != _kind(leaf, leaf):
             raise ValueError(f"{name} has {_kind(value, leaf)}, it must have {_kind(leaf, leaf)}")
-        if field_of(name) in ("base_lr", "base_weight_decay"):
-            for number in np.ravel(value):
-                check_real(name, number)
-        if field_of(name) in ("lr_factor", "weight_decay_factor") and not np.all(np.isfinite(value)):
-            raise ValueError(f"{name} must be finite, got {value}")
-        if (field_of(name) == "schedule_count" or _COUNT.fullmatch(name)) and np.any(np.asarray(value) < 0):
-            raise ValueError(f"{name} must be >= 0, got {value}")
+        _check_range(name, value)
         if name in hashes:
             expected = np.broadcast_to(config_hash, np.shape(leaf)) if _is_abstract(leaf) else leaf
             if not np.array_equal(np.asarray(expected), np.asarray(value)):
@@ -121,16 +111,28 @@ def _regrouped(given: Mapping[str, Any], wanted: Collection[str], kept: Collecti
     """
     by_role: dict[str, list[Any]] = {}
     for name, leaf in given.items():
-        by_role.setdefault(_GROUP.sub("inner_states.", name), []).append(leaf)
+        by_role.setdefault(without_group(name), []).append(leaf)
     found = {}
     for name in wanted:
-        leaves = by_role.get(_GROUP.sub("inner_states.", name), [])
+        leaves = by_role.get(without_group(name), [])
         if name not in kept and any(not np.array_equal(leaves[0], leaf) for leaf in leaves[1:]):
             raise ValueError(f"{name}: the groups of the state have different values, {[str(leaf) for leaf in leaves]}")
         if leaves:
             found[name] = leaves[0]
-    names = {_GROUP.sub("inner_states.", name) for name in wanted}
-    return found | {name: leaf for name, leaf in given.items() if _GROUP.sub("inner_states.", name) not in names}
+    roles = {without_group(name) for name in wanted}
+    return found | {name: leaf for name, leaf in given.items() if without_group(name) not in roles}
+
+
+def _check_range(name: str, value: Any) -> None:
+    """Raise ValueError for a count, lr or decay that no run has."""
+    field = field_of(name)
+    if field in ("base_lr", "base_weight_decay"):
+        for number in np.ravel(value):
+            check_real(name, number)
+    elif field in ("lr_factor", "weight_decay_factor") and not np.all(np.isfinite(value)):
+        raise ValueError(f"{name} must be finite, got {value}")
+    elif is_count(name) and np.any(np.asarray(value) < 0):
+        raise ValueError(f"{name} must be >= 0, got {value}")
 
 
 def _without_value(given: Mapping[str, Any], wanted: Collection[str]) -> dict[str, Any]:

@@ -219,6 +219,13 @@ def _check_fraction(argument: str, value: Any) -> float:
     return float(value)
 
 
+def check_integer(argument: str, value: Any) -> int:
+    value = plain(value)
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{argument} must be an integer, got {value!r}")
+    return value
+
+
 def check_bool(argument: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{argument} must be True or False, got {value!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -25,21 +25,26 @@ class Schedules(NamedTuple):
 
     @classmethod
     def check(cls, lr_schedule: Any, weight_decay_schedule: Any) -> Schedules:
-        """Raise TypeError for anything but a schedule or {group number: schedule}; annealers are in use from now on."""
-        schedules = {"lr_schedule": lr_schedule, "weight_decay_schedule": weight_decay_schedule}
-        for argument, given in schedules.items():
-            for group, schedule in given.items() if isinstance(given, Mapping) else [(0, given)]:
+        """Raise TypeError for anything but a schedule or {group number: schedule}."""
+        schedules = cls(lr_schedule, weight_decay_schedule)
+        for field, given in zip(cls._fields, schedules, strict=True):
+            argument = f"{field}_schedule"
+            for group in given if isinstance(given, Mapping) else ():
                 if isinstance(group, bool) or not isinstance(group, int):
                     raise TypeError(f"{argument} must name groups by their numbers, got {group!r}")
+            for schedule in _each(given):
                 if isinstance(getattr(schedule, "__self__", None), OptimizerParamScheduler):
                     raise TypeError(f"{argument} must be the annealer, not its method: its values are no multipliers")
-                if given is not None and not callable(schedule) and not isinstance(schedule, OptimizerParamScheduler):
+                if not callable(schedule) and not isinstance(schedule, OptimizerParamScheduler):
                     raise TypeError(f"{argument} must be a function of the step or an annealer, got {schedule!r}")
-        for given in schedules.values():
-            for schedule in given.values() if isinstance(given, Mapping) else [given]:
+        return schedules
+
+    def take(self) -> None:
+        """A transform is built: its annealers keep their values from now on."""
+        for given in self:
+            for schedule in _each(given):
                 if isinstance(schedule, OptimizerParamScheduler):
                     schedule.in_use = True
-        return cls(lr_schedule, weight_decay_schedule)
 
     def check_groups(self, groups: int, config: OptimizerConfig) -> None:
         """Raise ValueError for a schedule of a group that does not exist, or groups that it cannot tell apart."""
@@ -62,13 +67,18 @@ class Schedules(NamedTuple):
 
     def factors(self, group: int, count: jax.Array) -> tuple[Any, Any]:
         """What multiplies the bases of a group after ``count`` updates."""
-        lr, weight_decay = (_of(given, group) for given in self)
-        return (
-            _value(lr.learning_rate if isinstance(lr, OptimizerParamScheduler) else lr, count),
-            _value(
-                weight_decay.weight_decay if isinstance(weight_decay, OptimizerParamScheduler) else weight_decay, count
-            ),
-        )
+        lr, weight_decay = _of(self.lr, group), _of(self.weight_decay, group)
+        if isinstance(lr, OptimizerParamScheduler):
+            lr = lr.learning_rate
+        if isinstance(weight_decay, OptimizerParamScheduler):
+            weight_decay = weight_decay.weight_decay
+        return (1.0 if lr is None else lr(count)), (1.0 if weight_decay is None else weight_decay(count))
+
+
+def _each(given: GroupSchedules) -> Collection[Schedule]:
+    if isinstance(given, Mapping):
+        return given.values()
+    return () if given is None else (given,)
 
 
 def _of(given: GroupSchedules, group: int) -> Schedule | None:
@@ -80,7 +90,3 @@ def _base(given: GroupSchedules, number: int, value: float, of_config: float) ->
         return value
     # an annealer for all groups is multiplied by lr_multipliers; one of a single group is meant as it is
     return value / of_config if of_config and not isinstance(given, Mapping) else 1.0
-
-
-def _value(schedule: Callable[[Any], Any] | None, count: jax.Array) -> Any:
-    return 1.0 if schedule is None else schedule(count)

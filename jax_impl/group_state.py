@@ -13,6 +13,10 @@ import numpy as np
 from jax_impl.tree import leaf_name
 
 # <anything around it> inner_states.<group>.<role>.inner_state.[inner. (masters)]<field>
+_GROUP = re.compile(r"inner_states\.\d+\.")
+_IN_GROUP = r"(?:.*\.)?inner_states\.\d+\.[a-z]+\.inner_state\."
+_COUNT = re.compile(_IN_GROUP + r"(?:inner\.)+count(?:\..*)?")
+_MASTER = re.compile(_IN_GROUP + r"master\..*")
 _FIELD = re.compile(
     r"(?P<owner>.*?)inner_states\.(?P<group>\d+)\.[a-z]+\.inner_state\.(?:inner\.)?"
     r"(?P<field>schedule_count|base_lr|lr_factor|base_weight_decay|weight_decay_factor)"
@@ -23,6 +27,21 @@ def field_of(name: str) -> str | None:
     """The field of GroupState that a leaf of this name holds, if it is one."""
     match = _FIELD.fullmatch(name)
     return match["field"] if match else None
+
+
+def is_count(name: str) -> bool:
+    """Whether a leaf of this name counts updates: those of the schedules, or of a bias correction."""
+    return field_of(name) == "schedule_count" or _COUNT.fullmatch(name) is not None
+
+
+def is_master(name: str) -> bool:
+    """Whether a leaf of this name is a float32 master."""
+    return _MASTER.fullmatch(name) is not None
+
+
+def without_group(name: str) -> str:
+    """``name`` without the number of its group."""
+    return _GROUP.sub("inner_states.", name)
 
 
 def hashes_of(names: Iterable[str]) -> set[str]:

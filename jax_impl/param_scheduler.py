@@ -12,8 +12,8 @@ from typing import Any
 
 import jax
 
-from jax_impl.annealing import Annealing, check_integer, read_state
-from jax_impl.config import check_bool
+from jax_impl.annealing import Annealing, read_state
+from jax_impl.config import check_bool, check_integer
 
 
 class OptimizerParamScheduler:

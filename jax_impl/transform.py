@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from jax_impl.checkpoints import match
-from jax_impl.config import check_real, config_hash
+from jax_impl.config import check_integer, check_real, config_hash
 from jax_impl.group_schedules import Schedules
 from jax_impl.group_state import hyperparameters, set_fields
 
@@ -56,6 +56,7 @@ class OptimizerTransform(optax.GradientTransformationExtraArgs):  # type: ignore
         transform._config = config
         transform._hash = digest
         transform._schedules = schedules
+        schedules.take()
         return transform
 
     def effective_config(self) -> dict[str, Any]:
@@ -99,9 +100,7 @@ class OptimizerTransform(optax.GradientTransformationExtraArgs):  # type: ignore
         Raises:
             TypeError, ValueError: a value that is no number >= 0, a group that does not exist.
         """
-        if step is not None and (isinstance(step, bool) or not isinstance(step, (int, np.integer))):
-            raise TypeError(f"step must be an integer, got {step!r}")
-        if step is not None and step > jnp.iinfo(jnp.int32).max:
+        if step is not None and check_integer("step", step) > jnp.iinfo(jnp.int32).max:
             raise ValueError(f"step must fit a 32-bit count, got {step!r}")
         largest = float(jnp.finfo(jnp.result_type(float)).max)
         given = {"step": step, "base_lr": base_lr, "base_weight_decay": base_weight_decay}

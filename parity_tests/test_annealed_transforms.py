@@ -156,6 +156,8 @@ def test_an_annealer_in_use_keeps_its_values():
     annealer = jax_impl.OptimizerParamScheduler(**HAND)
     state = annealer.state_dict()
     annealer.load_state_dict({**state, "max_lr": 2.0})
+    with pytest.raises(ValueError, match="no group"):
+        jax_impl.build_optimizer(trees(0), "adamw", lr_schedule={9: annealer}, **OPTIONS)
     annealer.load_state_dict(state)
     jax_impl.build_optimizer(trees(0), "adamw", lr_schedule={0: annealer}, **OPTIONS)
     annealer.load_state_dict({**state, "num_steps": 7})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -19,23 +20,17 @@ import jax_impl
 import torch_impl
 from jax_impl.tree import named_leaves
 from parity_tests.backends.torch_resume import first_difference
+from parity_tests.resume import SCHEDULE
 
 NAN = float("nan")
 TYPES = pytest.mark.parametrize("optimizer_type", torch_impl.config.CONFIGS)
 MODES = pytest.mark.parametrize("override", [False, True])
-SCHEDULE = dict(warm_up_steps=2, total_steps=9, decay_steps=2, f_start=0.5, f_max=1.0, f_min=0.0)
-
-
-class Mesh:
-    """Stands in for a device mesh, so that adam and adamw are two optimizers."""
-
-    mesh_dim_names = ("fsdp",)
 
 
 def torch_run(optimizer_type, steps, **options):
     torch.manual_seed(0)
     model = nn.ModuleDict({"fc": nn.Linear(3, 4), "head": nn.Linear(4, 2)})
-    model["fc"].weight.device_mesh = Mesh()
+    model["fc"].weight.device_mesh = SimpleNamespace(mesh_dim_names=("fsdp",))  # adam and adamw: two optimizers
     optimizer = torch_impl.build_optimizer(model, optimizer_type, lr=0.1, fused=True, **options)
     scheduler = torch_impl.build_lr_scheduler(optimizer, "wsd", **SCHEDULE)
     for _ in range(steps):
@@ -102,6 +97,11 @@ OPTIMIZER_STATES = [
     (lambda s: [s.pop(k) for k in list(s) if k.startswith("state.")], "is missing from a checkpoint"),
 ]
 WITHOUT_OVERRIDE = [
+    (lambda s: every(s, ".lr", NAN), "lr must be finite and >= 0"),
+    (lambda s: every(s, ".lr", -1.0), "lr must be finite and >= 0"),
+    (lambda s: every(s, ".weight_decay", -0.1), "weight_decay must be finite and >= 0"),
+    (lambda s: every(s, ".eps", -1e-8), "eps must be finite and >= 0"),
+    (lambda s: every(s, ".betas", (2.0, 0.9)), r"betas must be in \[0, 1\)"),
     (lambda s: every(s, ".initial_lr", -1.0), "initial_lr must be finite and >= 0"),
     (lambda s: s.update({f"{k}.wd_mult": NAN for k in group_names(s)}), "wd_mult must be finite"),
 ]
@@ -172,6 +172,15 @@ def jax_run(optimizer_type, steps, params=None, **options):
     for _ in range(steps):
         _, state = transform.update(jax.tree.map(jnp.ones_like, params), state, params)
     return transform, state, params
+
+
+@TYPES
+@pytest.mark.parametrize(("field", "value"), [("base_lr", NAN), ("base_lr", -1.0), ("base_weight_decay", -0.1)])
+def test_bases_out_of_range(optimizer_type, field, value):
+    transform, state, params = jax_run(optimizer_type, 1)
+    saved = {name: jnp.full_like(x, value) if name.endswith(field) else x for name, x in named_leaves(state).items()}
+    with pytest.raises(ValueError, match=f"{field} must be finite and >= 0"):
+        transform.restore(transform.init(params), saved)
 
 
 @MODES

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from torch_impl.config import check_real, plain
+from torch_impl.config import check_integer, check_real, plain
 
 LR_DECAY_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
 LR_WSD_DECAY_STYLES = ("linear", "cosine", "exponential", "minus_sqrt")
@@ -159,13 +159,6 @@ def read_state(state_dict: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
     num_steps = check_integer("num_steps", saved.pop("num_steps"))
     Annealing(**{**_HARMLESS, **saved})
     return num_steps, saved
-
-
-def check_integer(argument: str, value: Any) -> int:
-    value = plain(value)
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{argument} must be an integer, got {value!r}")
-    return value
 
 
 def _check_style(argument: str, value: Any, styles: tuple[str, ...]) -> None:

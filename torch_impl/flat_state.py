@@ -78,7 +78,7 @@ def check_state(name: str, p: Tensor, saved: dict[str, Any], expected: dict[str,
 
 def check_count(what: str, value: Any) -> None:
     """``value`` is one number that counts steps."""
-    if isinstance(value, bool) or not (isinstance(value, (int, float)) or _is_scalar(value)):
+    if isinstance(value, bool) or not _is_number(value):
         raise ValueError(f"{what} must be one number, got {value!r}")
     if not float(value) >= 0 or not float(value).is_integer():
         raise ValueError(f"{what} must be a whole number >= 0, got {value!r}")
@@ -97,7 +97,7 @@ def scheduler_state(state: Any) -> tuple[int, list[Any]]:
     if not isinstance(base_lrs, (list, tuple)):
         raise ValueError(f"base_lrs must be a list, got {base_lrs!r}")
     for lr in base_lrs:
-        if isinstance(lr, bool) or not (isinstance(lr, (int, float)) or _is_scalar(lr)) or not 0 <= lr < math.inf:
+        if isinstance(lr, bool) or not _is_number(lr) or not 0 <= lr < math.inf:
             raise ValueError(f"base_lrs must be finite and >= 0, got {base_lrs!r}")
     return int(count), list(base_lrs)
 
@@ -111,7 +111,7 @@ def check_group(name: str, saved: dict[str, Any], group: dict[str, Any]) -> None
     for key, value in saved.items():
         current = group.get(key, group["lr"])
         if isinstance(current, (Tensor, int, float)) and not isinstance(current, bool):
-            if not (isinstance(value, (int, float)) or _is_scalar(value)):
+            if not _is_number(value):
                 raise ValueError(f"param_groups.{name}.{key} must be one number, got {value!r}")
         elif isinstance(current, (tuple, list)) != isinstance(value, (tuple, list)):
             raise ValueError(f"param_groups.{name}.{key} must be like {current!r}, got {value!r}")
@@ -152,8 +152,8 @@ def check_separate(loaded: list[tuple[str, dict[str, Any], dict[str, Any]]]) -> 
                 )
 
 
-def _is_scalar(x: Any) -> bool:
-    return isinstance(x, Tensor) and x.numel() == 1
+def _is_number(x: Any) -> bool:
+    return isinstance(x, (int, float)) or (isinstance(x, Tensor) and x.numel() == 1)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torch_impl.annealing import Annealing, check_integer, read_state
-from torch_impl.config import check_bool, check_real
+from torch_impl.annealing import Annealing, read_state
+from torch_impl.config import check_bool, check_integer, check_real
 from torch_impl.containers import OptimizersContainer, assign_
 from torch_impl.param_groups import LR_BOUNDS, LR_RULE, WD_RULE
 
