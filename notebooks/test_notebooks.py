@@ -152,7 +152,7 @@ def test_numbers_of_a_fresh_run(executed: tuple[str, NotebookNode, list[Notebook
 def test_sliders_of_schedules(executed: tuple[str, NotebookNode, list[NotebookNode]]) -> None:
     name, _, probes = executed
     if name != "01_schedules":
-        pytest.skip("has no sliders")
+        pytest.skip("has no sliders")  # the fixture runs every notebook, and only this one can be moved
     drawn, refused, cycled = (cell.outputs for cell in probes)
     assert [set(output.get("data", {})) for output in drawn + cycled] == [{"image/png", "text/plain"}] * 2
     message = " ".join("".join(output.get("text", "") for output in refused).split())
@@ -161,6 +161,7 @@ def test_sliders_of_schedules(executed: tuple[str, NotebookNode, list[NotebookNo
 
 
 def test_numbers_of_the_committed_file(committed: tuple[Path, NotebookNode]) -> None:
+    """The assertions are those of CHECKS: a function a notebook, the same as for a fresh run."""
     path, notebook = committed
     CHECKS[path.stem](printed(notebook.cells[-1]))
 
