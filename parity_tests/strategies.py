@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch_impl.config import CONFIGS
 
 TYPES = list(CONFIGS)
+DTYPES = ("float32", "bfloat16", "float64")
 KEYS = ("fc", "embed", "norm", "bias", "weight", "0.", "experts")
 
 
@@ -110,7 +111,7 @@ def setups(draw: st.DrawFn) -> Setup:
         shapes,
         frozenset(frozen),
         {name: draw(st.integers(0, 1)) for name in shapes},
-        draw(st.sampled_from(["float32", "bfloat16", "float64"])),
+        draw(st.sampled_from(DTYPES)),
         given_options,
         draw(schedules()),
         draw(st.integers(0, 2**30 - 1)) & draw(st.integers(0, 2**30 - 1)),  # a quarter of them
@@ -145,7 +146,7 @@ def neighbours(draw: st.DrawFn) -> tuple[Setup, Setup]:
             frozen=frozenset(map(rename, setup.frozen)),
         )
     elif change == "dtype":
-        other = setup._replace(dtype={"float32": "float64"}.get(setup.dtype, "float32"))
+        other = setup._replace(dtype=draw(st.sampled_from([dtype for dtype in DTYPES if dtype != setup.dtype])))
     else:
         other = setup if change == "none" else draw(setups())
     return setup, other

@@ -235,16 +235,24 @@ def test_every_parameter_is_in_exactly_one_group(setup):
     assert {name for name, p in training.model.named_parameters() if p.requires_grad} == set(expected)
 
 
+def state_fits(optimizer_type: str, saved: str, here: str) -> bool:
+    """Moments have the dtype of the parameter (adam), or float32 and masters, which may be missing, below it."""
+    if optimizer_type in ("adam", "adamw"):
+        return saved == here
+    return saved == here or (saved, here) == ("float32", "bfloat16")
+
+
 @examples(0.2)
 @given(neighbours(), st.integers(0, 3))
 def test_a_refused_load_changes_nothing(pair, steps):
-    """Accepted is exactly what has the same parameters and config; then both are the same optimizer."""
+    """Accepted is exactly what has the same parameters, config and dtypes of state; then all of it is taken."""
     saved_setup, setup = pair
     training = Torch(setup).run(0, 2)
     before = training.snapshot()
     saved = Torch(saved_setup).run(0, steps).snapshot()["optimizer"]
-    shapes = [{name: (s.shapes[name], s.dtype) for name in expected_groups(s)} for s in pair]
+    shapes = [{name: s.shapes[name] for name in expected_groups(s)} for s in pair]
     same = saved["config"] == before["optimizer"]["config"] and shapes[0] == shapes[1]
+    same = same and state_fits(setup.optimizer_type, saved_setup.dtype, setup.dtype)
     try:
         training.optimizer.load_state_dict(saved)
     except ValueError:
@@ -253,7 +261,8 @@ def test_a_refused_load_changes_nothing(pair, steps):
     else:
         assert same
         found = training.optimizer.state_dict()
-        assert torch_resume.first_difference(saved, found) is None
+        rebuilt = {key for key in found if key.endswith(".master_param")} - set(saved)
+        assert torch_resume.first_difference(saved, {key: found[key] for key in found if key not in rebuilt}) is None
 
 
 def to_toml(config: dict[str, Any]) -> str:
