@@ -18,7 +18,6 @@ from parity_tests.backends.torch_backend import build_model
 from parity_tests.backends.torch_resume import Training, first_difference, one_process
 from parity_tests.resume import SCHEDULE
 from parity_tests.test_golden import GOLDEN, RecordedProblem, load_json, unflatten
-from torch_impl.aux_adamw import adamw_, adamw_unfused_
 
 OPTIMIZERS = ("adam", "adamw", "muonwithauxadamw")
 
@@ -301,23 +300,6 @@ def test_own_triples_survive_a_weights_only_file():
     saved = torch.load(buffer, weights_only=True)
     assert saved["param_groups.weight.ns_coefficients"] == ((1.5, -0.5, 0.0),) * 5
     optimizer.load_state_dict(saved)
-
-
-@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
-def test_unfused_adamw_is_the_fused_one(dtype, allowed):
-    """The path that CUDA takes for float64 lr tensors, against torch's kernel on CPU."""
-    generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(4, 3, generator=generator, dtype=dtype) for _ in range(2)]
-    results = []
-    for rule in (adamw_, adamw_unfused_):
-        params, ms, vs = [p.clone() for p in start], *([torch.zeros_like(p) for p in start] for _ in range(2))
-        for t in range(1, 6):
-            grads = [p * t - 0.3 for p in start]
-            options = dict(lr=torch.tensor(0.01, dtype=dtype), weight_decay=0.1, betas=(0.9, 0.95), eps=1e-6)
-            rule(params, grads, ms, vs, torch.tensor(float(t)), **options)
-        results.append([*params, *ms, *vs])
-    for a, b in zip(*results, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=allowed)
 
 
 def test_new_parameters_may_join():

@@ -101,14 +101,15 @@ def torch_nesterov_bias_corrected(patch):
 
 
 def torch_eps_inside_root(patch):
-    def adamw_(params, grads, ms, vs, step, *, lr, weight_decay, betas, eps):
+    def fused_(params, grads, ms, vs, step, rule):
+        (b1, b2), t = rule.betas, step.double()
         for p, g, m, v in zip(params, grads, ms, vs, strict=True):
-            m.lerp_(g, 1 - betas[0])
-            v.lerp_(g * g, 1 - betas[1])
-            u = (m / (1 - betas[0] ** step.double())) / (v / (1 - betas[1] ** step.double()) + eps).sqrt()
-            p.mul_(1 - lr * weight_decay).sub_(lr * u)
+            m.lerp_(g, 1 - b1)
+            v.lerp_(g * g, 1 - b2)
+            u = (m / (1 - b1**t)) / (v / (1 - b2**t) + rule.eps).sqrt()
+            p.mul_(1 - rule.lr * rule.weight_decay).sub_(rule.lr * u)
 
-    patch.setattr(torch_impl.aux_adamw, "adamw_", adamw_)
+    patch.setattr(torch_impl.adam_step, "_fused_", fused_)
 
 
 def torch_matrix_update(patch, alter):

@@ -3,6 +3,7 @@
 from torch_impl.build import build_lr_scheduler, build_optimizer, route_parameters
 from torch_impl.checkpoints import load_checkpoint, save_checkpoint
 from torch_impl.containers import LRSchedulersContainer, OptimizersContainer
+from torch_impl.fused_adam import FusedAdam
 from torch_impl.muon import MuonWithAuxAdamW
 from torch_impl.newton_schulz import NS_COEFFICIENTS, newton_schulz
 from torch_impl.param_scheduler import OptimizerParamScheduler
@@ -11,6 +12,7 @@ from torch_impl.schedules import LambdaLinearScheduler, LambdaWarmUpCosineSchedu
 
 __all__ = [
     "NS_COEFFICIENTS",
+    "FusedAdam",
     "LRSchedulersContainer",
     "LambdaLinearScheduler",
     "LambdaWarmUpCosineScheduler",

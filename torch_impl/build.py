@@ -12,6 +12,7 @@ from torch_impl.adam import build_adam
 from torch_impl.aux_adamw import adjusted_lr_scale
 from torch_impl.config import (
     AdamConfig,
+    FusedAdamConfig,
     MuonConfig,
     OptimizerConfig,
     check_keywords,
@@ -20,6 +21,7 @@ from torch_impl.config import (
     plain,
 )
 from torch_impl.containers import LRSchedulersContainer, OptimizersContainer
+from torch_impl.fused_adam import FusedAdam
 from torch_impl.master_weights import LOW_PRECISION
 from torch_impl.muon import MuonWithAuxAdamW
 from torch_impl.param_groups import (
@@ -40,11 +42,11 @@ def build_optimizer(model: nn.Module, optimizer_type: str, **kwargs: Any) -> Opt
 
     Args:
         model: parameters outside ``keys_to_select`` get ``requires_grad=False`` and lose their gradient.
-        optimizer_type: "adam", "adamw" or "muonwithauxadamw", in any case.
+        optimizer_type: "adam", "adamw", "fusedadam" or "muonwithauxadamw", in any case.
         **kwargs: see torch_impl.config; ``lr`` and ``fused=True`` are required.
 
     Returns:
-        A container; adam and adamw are split into one optimizer a device mesh.
+        A container; adam, adamw and fusedadam are split into one optimizer a device mesh.
 
     Raises:
         NotImplementedError: unknown ``optimizer_type``.
@@ -60,12 +62,11 @@ def build_optimizer(model: nn.Module, optimizer_type: str, **kwargs: Any) -> Opt
         roles: dict[Tensor, str] = {params[route.name]: route.role for route in routes if route.role != FROZEN}
         optimizers = [_build_muon(_torch_groups(groups, params), roles, config)]
     else:
-        assert isinstance(config, AdamConfig)
         meshes = dict.fromkeys(_mesh(params[name]) for group in groups for name in group.names)
         optimizers = []
         for mesh in meshes:
             members = {name: p for name, p in params.items() if _mesh(p) == mesh}
-            optimizers.append(build_adam(_torch_groups(groups, members), config))
+            optimizers.append(_build_adam(_torch_groups(groups, members), config))
     for route in routes:
         if route.role == FROZEN:
             params[route.name].requires_grad_(False)
@@ -162,6 +163,23 @@ def _mesh(param: Tensor) -> tuple[str, ...] | str:
     """What separates optimizers: the names of the device mesh's dimensions."""
     mesh = getattr(param, "device_mesh", None)
     return getattr(mesh, "mesh_dim_names", None) or "default"
+
+
+def _build_adam(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.optim.Optimizer:
+    if not isinstance(config, FusedAdamConfig):
+        assert isinstance(config, AdamConfig)
+        return build_adam(groups, config)
+    return FusedAdam(
+        groups,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        betas=config.betas,
+        eps=config.eps,
+        adam_w_mode=config.adam_w_mode,
+        bias_correction=config.bias_correction,
+        capturable=config.capturable,
+        master_weights=config.master_weights,
+    )
 
 
 def _build_muon(groups: list[dict[str, Any]], roles: dict[Tensor, str], config: MuonConfig) -> torch.optim.Optimizer:

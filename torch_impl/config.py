@@ -75,6 +75,28 @@ class AdamWConfig(AdamConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FusedAdamConfig(OptimizerConfig):
+    """Adam with a step count per group, float32 moments and masters."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the first and second moment, each in [0, 1)."""
+    adam_w_mode: bool = True
+    """Decoupled decay; False adds the decay to the gradient."""
+    bias_correction: bool = True
+    """Divide the moments by 1 - beta^step."""
+    capturable: bool = True
+    """Keep lr and weight decay on the device as tensors that schedulers fill in place."""
+    master_weights: bool = True
+    """Keep float32 masters of bfloat16 and float16 parameters."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set(betas=_betas("betas", self.betas))
+        for name in ("adam_w_mode", "bias_correction", "capturable", "master_weights"):
+            check_bool(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MuonConfig(OptimizerConfig):
     """Muon on matrices, AdamW on the rest."""
 
@@ -101,7 +123,7 @@ class MuonConfig(OptimizerConfig):
     orthogonalize_skip_patterns: tuple[str, ...] = ()
     """Regular expressions; parameters whose names match one go to AdamW."""
     capturable: bool = True
-    """Keep lr on the device as a tensor that schedulers fill in place."""
+    """Keep lr and weight decay on the device as tensors that schedulers fill in place."""
     master_weights: bool = True
     """Keep float32 masters of bfloat16 and float16 parameters."""
 
@@ -138,6 +160,7 @@ class MuonConfig(OptimizerConfig):
 CONFIGS: dict[str, type[OptimizerConfig]] = {
     "adam": AdamConfig,
     "adamw": AdamWConfig,
+    "fusedadam": FusedAdamConfig,
     "muonwithauxadamw": MuonConfig,
 }
 

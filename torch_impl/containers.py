@@ -13,7 +13,6 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 
 from torch_impl.adam import check_adam_group, initial_adam_state
-from torch_impl.aux_adamw import MatrixOptimizerWithAuxAdamW, loaded_copy
 from torch_impl.config import config_hash
 from torch_impl.flat_state import (
     IMPLEMENTATION,
@@ -23,9 +22,12 @@ from torch_impl.flat_state import (
     check_separate,
     check_state,
     common_values,
+    counted_per_group,
     scheduler_state,
     unflatten,
 )
+from torch_impl.group_step import GroupStepOptimizer, loaded_copy
+from torch_impl.param_groups import assign_
 from torch_impl.routing import RoutingTable
 
 CONFIG_KEYS = ("config", "config_hash")
@@ -55,6 +57,11 @@ class OptimizersContainer(Stateful):
 
     def __len__(self) -> int:
         return len(self.optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The live groups of all optimizers, as for one: for torch.amp.GradScaler, logging, gradient clipping."""
+        return [group for optimizer in self.optimizers for group in optimizer.param_groups]
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Step every optimizer. A closure is evaluated once, before the first."""
@@ -116,15 +123,23 @@ class OptimizersContainer(Stateful):
                 f"the state belongs to other parameters; missing from it: {sorted(ours - set(groups))}, "
                 f"unknown here: {sorted((set(groups) | set(states)) - ours)}"
             )
+        groups = {name: {k: v for k, v in own.items() if k not in IMPLEMENTATION} for name, own in groups.items()}
+        names = {p: name for name, p, *_ in members}
+        for optimizer in self.optimizers:
+            if isinstance(optimizer, GroupStepOptimizer):
+                for group in optimizer.param_groups:
+                    own = [(name, states.get(name, {}), groups[name]) for name in (names[p] for p in group["params"])]
+                    for name, state, values in counted_per_group(own, adam_w_mode=group.get("adam_w_mode", True)):
+                        groups[name] = values
+                        if state:
+                            states[name] = state
         for name, p, optimizer, group in members:
             check_state(name, p, states.get(name, {}), _initial_state(optimizer, p, group))
         lost = sorted(ours - set(states)) if saved_config else []
         if lost:  # state_dict() writes zeros for what has no state yet, other systems write nothing
             raise ValueError(f"the state of {lost} is missing from a checkpoint that was written here")
-        groups = {name: {k: v for k, v in own.items() if k not in IMPLEMENTATION} for name, own in groups.items()}
         if override:
             groups = {name: {k: v for k, v in values.items() if k == "step"} for name, values in groups.items()}
-        names = {p: name for name, p, *_ in members}
         loaded = []
         for optimizer in self.optimizers:
             own = []
@@ -135,7 +150,7 @@ class OptimizersContainer(Stateful):
                     check_count(f"param_groups.{inside[0]}.step", values["step"])
                 if not override:
                     check_group(inside[0], values, group)
-                if isinstance(optimizer, MatrixOptimizerWithAuxAdamW):
+                if isinstance(optimizer, GroupStepOptimizer):
                     optimizer.check_hyperparameters({**group, **values})
                     if "step" not in values and any("exp_avg" in states.get(name, {}) for name in inside):
                         raise ValueError(f"the group of {inside[0]!r} has moments but no step in the state")
@@ -165,19 +180,8 @@ class OptimizersContainer(Stateful):
                     yield names[p], p, optimizer, group
 
 
-def assign_(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set ``group[key]``: a tensor is filled, so that whoever holds it sees the value; a number stays a number."""
-    current = group.get(key)
-    if isinstance(current, Tensor):
-        current.copy_(torch.as_tensor(value, dtype=current.dtype).reshape(current.shape))
-    elif isinstance(value, Tensor):
-        group[key] = value.item() if isinstance(current, (int, float)) else value.clone()
-    else:
-        group[key] = copy.deepcopy(value)
-
-
 def _initial_state(optimizer: torch.optim.Optimizer, p: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
-    if isinstance(optimizer, MatrixOptimizerWithAuxAdamW):
+    if isinstance(optimizer, GroupStepOptimizer):
         return optimizer.initial_state(p, group)
     return initial_adam_state(p)
 

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from torch_impl.config import check_real, config_hash
+from torch_impl.master_weights import LOW_PRECISION
 from torch_impl.param_groups import LR_RULE, WD_RULE
 
 # how a step is computed, not what; a container goes on with its own
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 # another value makes another rule
-_RULES = ("decoupled_weight_decay", "maximize", "amsgrad", "master_weights")
+_RULES = ("decoupled_weight_decay", "maximize", "amsgrad", "master_weights", "adam_w_mode", "bias_correction")
 
 
 def unflatten(flat: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
@@ -74,6 +75,39 @@ def check_state(name: str, p: Tensor, saved: dict[str, Any], expected: dict[str,
             raise ValueError(f"state.{name}.{key} has {found[0]} {found[1]}, it must have {wanted[0]} {wanted[1]}")
         if key == "step":
             check_count(f"state.{name}.step", value)
+
+
+def counted_per_group(
+    members: list[tuple[str, dict[str, Any], dict[str, Any]]], *, adam_w_mode: bool
+) -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
+    """One group's states of torch.optim.Adam or AdamW, which count steps per parameter, as counted per group.
+
+    Args:
+        members: (name, state, group values) of each parameter; states that count per group come back as they are.
+        adam_w_mode: whether decay is decoupled here.
+
+    Raises:
+        ValueError: the parameters are at different steps, or the rule was another one.
+    """
+    steps = {name: state["step"] for name, state, _ in members if "step" in state}
+    if not steps:
+        return members
+    for name, step in steps.items():
+        check_count(f"state.{name}.step", step)
+    if len({float(step) for step in steps.values()}) > 1:
+        counts = {name: int(step) for name, step in steps.items()}
+        raise ValueError(f"a group counts its steps once here, its parameters are at different ones there: {counts}")
+    step = float(next(iter(steps.values())))
+    taken = []
+    for name, state, values in members:
+        rule = {"decoupled_weight_decay": adam_w_mode, "amsgrad": False, "maximize": False}
+        for key, value in rule.items():
+            if values.get(key, value) != value:
+                raise ValueError(f"the group of {name!r} has {key}={values[key]} in the state, here it is {value}")
+        # torch keeps moments in the parameter's dtype: bfloat16 ones become float32 exactly
+        state = {key: x.float() if x.dtype in LOW_PRECISION else x for key, x in state.items() if key != "step"}
+        taken.append((name, state, {"step": step, **{key: x for key, x in values.items() if key not in rule}}))
+    return taken
 
 
 def check_count(what: str, value: Any) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,23 +23,36 @@ def matching(x: Tensor, param: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(param, dtype=dtype, requires_grad=False).copy_(x)
 
 
-def working_copy(param: Tensor, state: dict[str, Any], master_weights: bool) -> Tensor:
-    """The tensor that the update rule modifies in place: the parameter itself, or its float32 master.
+def working_copy(param: Tensor, master: Tensor | None) -> Tensor:
+    """The tensor that the update rule modifies in place: the master if there is one, as it must be at this step.
 
-    The master lives in ``state["master_param"]``; a state without one gets it from the parameter. Elements of the
-    parameter that are no longer the rounded master were changed from outside (weights loaded, an average swapped
-    in): they win.
+    Otherwise the parameter itself, or a float32 copy of a low-precision one.
     """
-    if param.dtype not in LOW_PRECISION:
-        return param.detach()
-    if not master_weights:
-        return param.detach().float()
-    master: Tensor | None = state.get("master_param")
-    if master is None:
-        master = state["master_param"] = param.detach().float()
-    else:
-        master.copy_(torch.where(master.to(param.dtype) == param, master, param.float()))
-    return master
+    if master is not None:
+        adopt_changes_(master, param)
+        return master
+    return param.detach().to(compute_dtype(param))
+
+
+def adopt_changes_(master: Tensor, param: Tensor) -> None:
+    """Take over what was changed in ``param`` behind the master's back (weights loaded, an average swapped in).
+
+    Elements of ``param`` that are no longer the rounded master win; ``master`` is modified in place there.
+    """
+    rounded = master.to(param.dtype)
+    if rounded.device.type == "cpu" and _same_bits(rounded, param):
+        return
+    master.copy_(torch.where(rounded == param, master, param.float()))
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    """Compare two 16-bit tensors on CPU; in words of eight bytes where they can be, which is three times faster."""
+    x, y = x.detach().view(torch.int16), y.detach().view(torch.int16)
+    if x.is_contiguous() and y.is_contiguous():
+        x, y = x.view(-1), y.view(-1)
+        if not (x.numel() % 4 or x.storage_offset() % 4 or y.storage_offset() % 4):
+            x, y = x.view(torch.int64), y.view(torch.int64)
+    return torch.equal(x, y)
 
 
 def write_back_(param: Tensor, working: Tensor) -> None:

@@ -5,10 +5,12 @@ A name is the path of a parameter below the optimized module, ``layers.0.mlp.up.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 # what a group may carry for OptimizerParamScheduler: factors, and bounds of its own
 LR_BOUNDS = ("max_lr", "min_lr")
@@ -70,3 +72,14 @@ def group_parameters(
         decay = 0.0 if disable_weight_decay_for_1d_params and ndim < 2 else weight_decay
         members.setdefault((lr * lr_multiplier(name, lr_multipliers), decay), []).append(name)
     return [ParameterGroup(*key, tuple(names)) for key, names in sorted(members.items())]
+
+
+def assign_(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set ``group[key]``: a tensor is filled, so that whoever holds it sees the value; a number stays a number."""
+    current = group.get(key)
+    if isinstance(current, Tensor):
+        current.copy_(torch.as_tensor(value, dtype=current.dtype).reshape(current.shape))
+    elif isinstance(value, Tensor):
+        group[key] = value.item() if isinstance(current, (int, float)) else value.clone()
+    else:
+        group[key] = copy.deepcopy(value)

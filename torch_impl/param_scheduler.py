@@ -16,8 +16,8 @@ from torch import Tensor
 
 from torch_impl.annealing import Annealing, read_state
 from torch_impl.config import check_bool, check_integer, check_real
-from torch_impl.containers import OptimizersContainer, assign_
-from torch_impl.param_groups import LR_BOUNDS, LR_RULE, WD_RULE
+from torch_impl.containers import OptimizersContainer
+from torch_impl.param_groups import LR_BOUNDS, LR_RULE, WD_RULE, assign_
 
 
 class OptimizerParamScheduler:
