@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from jax_impl.adam import scale_by_adam
-from jax_impl.aux_adamw import scale_by_group_adam
+from jax_impl.aux_adamw import direction_of_role
 from jax_impl.combine import combine, descend, freeze
 from jax_impl.config import (
     AdamConfig,
     AdamWConfig,
+    FusedAdamConfig,
     MuonConfig,
     OptimizerConfig,
     check_keywords,
@@ -22,12 +22,11 @@ from jax_impl.config import (
     parse_config,
     plain,
 )
+from jax_impl.fused_adam import scale_by_fused_adam
 from jax_impl.master_weights import LOW_PRECISION, keep_master_weights
-from jax_impl.momentum import active_slices
-from jax_impl.muon import adjusted_lr_scale, scale_by_muon
+from jax_impl.muon import adjusted_lr_scale
 from jax_impl.param_groups import ParameterGroup, group_parameters, select_parameters
 from jax_impl.routing import (
-    ADAMW,
     EXPERT,
     FROZEN,
     AxesSpec,
@@ -55,7 +54,7 @@ def build_optimizer(
     Args:
         params: pytree of arrays or shapes (``jax.eval_shape`` output will do): a linen ``params`` dict, an nnx
             ``nnx.state(model, nnx.Param)``, any other. Leaves are named by their path joined by dots.
-        optimizer_type: "adam", "adamw" or "muonwithauxadamw", in any case.
+        optimizer_type: "adam", "adamw", "fusedadam" or "muonwithauxadamw", in any case.
         lr_schedule: multiplier of the base lr, see build_lr_schedule; constant if None.
         matrix_axes: which axes of which leaves are outputs and inputs, see routing.axes_by_name.
         **kwargs: see jax_impl.config; ``lr`` is required.
@@ -74,6 +73,21 @@ def build_optimizer(
     return OptimizerTransform.wrap(transform, effective_config(optimizer_type, config), lr_schedule)
 
 
+def fused_adam(
+    lr: float, *, lr_schedule: optax.Schedule | None = None, matrix_axes: AxesSpec = None, **kwargs: Any
+) -> OptimizerTransform:
+    """Adam with a step count per group and float32 masters, as a transform that needs no parameters up front.
+
+        p = p - lr (u + weight_decay p)     u: see scale_by_fused_adam; with adam_w_mode=False decay is in the gradient
+
+    Arguments and errors are those of ``build_optimizer(params, "fusedadam", ...)``; there is no ``amsgrad``. A loss
+    scale and steps whose gradients are not finite are optax's business: divide the gradients before ``update``, and
+    wrap this in ``optax.apply_if_finite``, which skips such a step whole, its count included (parameters below
+    float32 then need float32 gradients).
+    """
+    return _without_params("fusedadam", {"lr": lr, **kwargs}, lr_schedule, matrix_axes)
+
+
 def muon_with_aux_adamw(
     lr: float, *, lr_schedule: optax.Schedule | None = None, matrix_axes: AxesSpec = None, **kwargs: Any
 ) -> OptimizerTransform:
@@ -81,18 +95,7 @@ def muon_with_aux_adamw(
 
     Arguments and errors are those of ``build_optimizer(params, "muonwithauxadamw", ...)``.
     """
-    config = parse_config("muonwithauxadamw", {"lr": lr, **kwargs})
-
-    def build(params: Any) -> optax.GradientTransformationExtraArgs:
-        return _transform(params, "muonwithauxadamw", config, lr_schedule, matrix_axes)
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError("this optimizer needs the parameters: call update(grads, state, params)")
-        return build(params).update(grads, state, params, **extra)
-
-    inner = optax.GradientTransformationExtraArgs(lambda params: build(params).init(params), update)
-    return OptimizerTransform.wrap(inner, effective_config("muonwithauxadamw", config), lr_schedule)
+    return _without_params("muonwithauxadamw", {"lr": lr, **kwargs}, lr_schedule, matrix_axes)
 
 
 def route_parameters(params: Any, optimizer_type: str, *, matrix_axes: AxesSpec = None, **kwargs: Any) -> RoutingTable:
@@ -127,6 +130,24 @@ def build_lr_schedule(lr_scheduler_type: str, **kwargs: Any) -> optax.Schedule:
         raise NotImplementedError(f"lr_scheduler_type must be one of {sorted(SCHEDULES)}, got {lr_scheduler_type!r}")
     check_keywords(lr_scheduler_type, kwargs, inspect.signature(make_schedule).parameters)
     return make_schedule(**{name: plain(value) for name, value in kwargs.items()})
+
+
+def _without_params(
+    optimizer_type: str, kwargs: dict[str, Any], lr_schedule: optax.Schedule | None, matrix_axes: AxesSpec
+) -> OptimizerTransform:
+    """build_optimizer, with the transform made anew from the parameters that every call is given."""
+    config = parse_config(optimizer_type, kwargs)
+
+    def build(params: Any) -> optax.GradientTransformationExtraArgs:
+        return _transform(params, optimizer_type, config, lr_schedule, matrix_axes)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("this optimizer needs the parameters: call update(grads, state, params)")
+        return build(params).update(grads, state, params, **extra)
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: build(params).init(params), update)
+    return OptimizerTransform.wrap(inner, effective_config(optimizer_type, config), lr_schedule)
 
 
 def _transform(
@@ -210,35 +231,23 @@ def _rule(
     axes: dict[str, MatrixAxes | None],
     lr_schedule: optax.Schedule | None,
 ) -> optax.GradientTransformationExtraArgs:
+    decoupled, active, masters = True, None, False
     if isinstance(config, AdamConfig):
-        return descend(
-            scale_by_adam(betas=config.betas, eps=config.eps),
-            lr=group.lr,
-            weight_decay=group.weight_decay,
-            lr_schedule=lr_schedule,
-            decoupled=isinstance(config, AdamWConfig),
-        )
-    assert isinstance(config, MuonConfig)
-    active = None
-    if role == ADAMW:
-        direction = scale_by_group_adam(betas=config.adam_betas, eps=config.eps)
+        direction = scale_by_adam(betas=config.betas, eps=config.eps)
+        decoupled = isinstance(config, AdamWConfig)
+    elif isinstance(config, FusedAdamConfig):
+        direction = scale_by_fused_adam(betas=config.betas, eps=config.eps, bias_correction=config.bias_correction)
+        decoupled, masters = config.adam_w_mode, config.master_weights
     else:
-        direction = scale_by_muon(
-            muon_momentum=config.muon_momentum,
-            muon_lr_scale=config.muon_lr_scale,
-            ns_steps=config.ns_steps,
-            ns_dtype=config.ns_dtype,
-            ns_coefficients=config.ns_coefficients,
-            nesterov=config.nesterov,
-            matrix_axes=lambda name, leaf: axes[name],
-            experts=role == EXPERT,
-        )
-        if role == EXPERT:
-
-            def active(name: str, grad: jax.Array) -> jax.Array:
-                expert_axes = axes[name]
-                assert expert_axes is not None
-                return active_slices(grad, expert_axes.batch)
-
-    rule = descend(direction, lr=group.lr, weight_decay=group.weight_decay, lr_schedule=lr_schedule, active=active)
-    return keep_master_weights(rule) if config.master_weights else rule
+        assert isinstance(config, MuonConfig)
+        direction, active = direction_of_role(role, config, axes)
+        masters = config.master_weights
+    rule = descend(
+        direction,
+        lr=group.lr,
+        weight_decay=group.weight_decay,
+        lr_schedule=lr_schedule,
+        decoupled=decoupled,
+        active=active,
+    )
+    return keep_master_weights(rule) if masters else rule
