@@ -37,8 +37,7 @@ def scale_by_fused_adam(
 
     The count advances with every update, whether or not a parameter has a gradient. One whose gradient is None
     keeps its moments and gets a zero direction. Directions and moments are float32, float64 for float64 parameters.
-    XLA makes one loop of all that is done to a leaf for each array that is written; jit with the old state donated
-    keeps it in place.
+    Under jit with the state donated a leaf is updated in place.
 
     Raises:
         TypeError, ValueError: a wrong value, see jax_impl.config.

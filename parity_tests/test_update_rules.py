@@ -297,7 +297,9 @@ def test_masters_keep_what_bfloat16_loses(side, name, gradient, options):
 
 
 @SIDES
-@pytest.mark.parametrize("options", [ADAM, ADAMW, {**FUSED, "master_weights": False}, {**MUON, "master_weights": False}])
+@pytest.mark.parametrize(
+    "options", [ADAM, ADAMW, {**FUSED, "master_weights": False}, {**MUON, "master_weights": False}]
+)
 def test_without_masters_bfloat16_loses_it(side, options):
     run = side({"a.bias": np.ones(3)}, lr=0.001, weight_decay=0.0, dtype="bfloat16", **options)
     for _ in range(10):
