@@ -144,7 +144,7 @@ CASES: tuple[Case, ...] = (
         COSINE,
     ),
     Case(
-        "fusedadam-no-bias-correction",
+        "fusedadam-uncorrected",
         "moments that start at zero are taken as they are; beta1 = 0 is the gradient itself",
         "fusedadam",
         {"lr": 0.003, "weight_decay": 0.1, "bias_correction": False, "betas": (0.0, 0.99)},
