@@ -29,12 +29,17 @@ def adam_moments(
     return b1 * mu + (1 - b1) * grad, b2 * nu + (1 - b2) * jnp.square(grad)
 
 
-def adam_direction(mu: jax.Array, nu: jax.Array, count: jax.Array, betas: tuple[float, float], eps: float) -> jax.Array:
-    """u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps), t = ``count`` (1-based), eps outside the root."""
-    t = count.astype(mu.dtype)
-    mu_hat = mu / _bias_correction(betas[0], t)
-    nu_hat = nu / _bias_correction(betas[1], t)
-    return mu_hat / (jnp.sqrt(nu_hat) + eps)
+def adam_direction(
+    mu: jax.Array, nu: jax.Array, count: jax.Array | None, betas: tuple[float, float], eps: float
+) -> jax.Array:
+    """u = (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps), t = ``count`` (1-based), eps outside the root.
+
+    Without a count nothing is corrected: u = m / (sqrt(v) + eps).
+    """
+    if count is not None:
+        t = count.astype(mu.dtype)
+        mu, nu = mu / _bias_correction(betas[0], t), nu / _bias_correction(betas[1], t)
+    return mu / (jnp.sqrt(nu) + eps)
 
 
 def _bias_correction(beta: float, t: jax.Array) -> jax.Array:

@@ -1,54 +1,48 @@
-"""The AdamW side of Muon and its relatives: Adam with one step count for the whole group."""
+"""What Muon and its relatives share: matrices and experts are orthogonalized, AdamW takes the rest."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
 
 import jax
-import jax.numpy as jnp
 import optax
 
-from jax_impl.adam import adam_direction, adam_moments
-from jax_impl.master_weights import compute_dtype
-from jax_impl.tree import map_params
+from jax_impl.config import MuonConfig
+from jax_impl.fused_adam import scale_by_fused_adam
+from jax_impl.momentum import active_slices
+from jax_impl.muon import scale_by_muon
+from jax_impl.routing import ADAMW, EXPERT, MatrixAxes
+
+Active = Callable[[str, jax.Array], jax.Array]
+"""(name, gradient) -> mask of what may move."""
 
 
-class ScaleByGroupAdamState(NamedTuple):
-    """``count``: int32, updates of the group; ``mu`` and ``nu``: moments, float32 or wider."""
+def direction_of_role(
+    role: str, config: MuonConfig, axes: Mapping[str, MatrixAxes | None]
+) -> tuple[optax.GradientTransformationExtraArgs, Active | None]:
+    """The direction of parameters of one role, and for experts the mask that leaves the idle ones alone.
 
-    count: jax.Array  # type: ignore[assignment]  # optax's name for it, which hides tuple.count
-    mu: Any
-    nu: Any
-
-
-def scale_by_group_adam(
-    *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8
-) -> optax.GradientTransformationExtraArgs:
-    """Adam's direction with the bias correction of the group's step count, as fused implementations have it.
-
-    The count advances with every update, whether or not a parameter has a gradient. One whose gradient is None
-    keeps its moments and gets a zero direction.
+    Args:
+        role: "matrix", "expert" or "adamw".
+        config: of the hybrid.
+        axes: {name: matrix axes}; those of matrices and experts are not None.
     """
+    if role == ADAMW:
+        return scale_by_fused_adam(betas=config.adam_betas, eps=config.eps), None
+    direction = scale_by_muon(
+        muon_momentum=config.muon_momentum,
+        muon_lr_scale=config.muon_lr_scale,
+        ns_steps=config.ns_steps,
+        ns_dtype=config.ns_dtype,
+        ns_coefficients=config.ns_coefficients,
+        nesterov=config.nesterov,
+        matrix_axes=lambda name, leaf: axes[name],
+        experts=role == EXPERT,
+    )
 
-    def init(params: Any) -> ScaleByGroupAdamState:
-        def zeros(name: str, p: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jnp.zeros_like(p, compute_dtype(p)), jnp.zeros_like(p, compute_dtype(p))
+    def active(name: str, grad: jax.Array) -> jax.Array:
+        expert_axes = axes[name]
+        assert expert_axes is not None
+        return active_slices(grad, expert_axes.batch)
 
-        mu, nu = map_params(zeros, 2, params)
-        return ScaleByGroupAdamState(jnp.zeros((), jnp.int32), mu, nu)
-
-    def update(
-        grads: Any, state: ScaleByGroupAdamState, params: Any = None, **extra: Any
-    ) -> tuple[Any, ScaleByGroupAdamState]:
-        count = optax.safe_increment(state.count)
-
-        def leaf(name: str, p: jax.Array, g: Any, mu: jax.Array, nu: jax.Array) -> tuple[Any, ...]:
-            if g is None:
-                return jnp.zeros_like(mu), mu, nu
-            mu, nu = adam_moments(g.astype(mu.dtype), mu, nu, betas)
-            return adam_direction(mu, nu, count, betas, eps), mu, nu
-
-        direction, mu, nu = map_params(leaf, 3, params, grads, state.mu, state.nu)
-        return direction, ScaleByGroupAdamState(count, mu, nu)
-
-    return optax.GradientTransformationExtraArgs(init, update)
+    return direction, active if role == EXPERT else None

@@ -7,16 +7,16 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import optax
 
 from jax_impl.adam import scale_by_adam
-from jax_impl.aux_adamw import scale_by_group_adam
+from jax_impl.aux_adamw import direction_of_role
 from jax_impl.combine import combine, descend, freeze
 from jax_impl.config import (
     AdamConfig,
     AdamWConfig,
+    FusedAdamConfig,
     MuonConfig,
     OptimizerConfig,
     check_keywords,
@@ -24,13 +24,12 @@ from jax_impl.config import (
     parse_config,
     plain,
 )
+from jax_impl.fused_adam import scale_by_fused_adam
 from jax_impl.group_schedules import GroupSchedules, Schedules
 from jax_impl.master_weights import LOW_PRECISION, keep_master_weights
-from jax_impl.momentum import active_slices
-from jax_impl.muon import adjusted_lr_scale, scale_by_muon
+from jax_impl.muon import adjusted_lr_scale
 from jax_impl.param_groups import ParameterGroup, group_parameters, select_parameters
 from jax_impl.routing import (
-    ADAMW,
     EXPERT,
     FROZEN,
     AxesSpec,
@@ -59,7 +58,7 @@ def build_optimizer(
     Args:
         params: pytree of arrays or shapes (``jax.eval_shape`` output will do): a linen ``params`` dict, an nnx
             ``nnx.state(model, nnx.Param)``, any other. Leaves are named by their path joined by dots.
-        optimizer_type: "adam", "adamw" or "muonwithauxadamw", in any case.
+        optimizer_type: "adam", "adamw", "fusedadam" or "muonwithauxadamw", in any case.
         lr_schedule: multiplier of the base lr as a function of the updates done, see build_lr_schedule; or an
             OptimizerParamScheduler, whose lr replaces ``lr`` and is multiplied by ``lr_multipliers``; constant if None.
             {group of the routing table: schedule} for groups of their own; an annealer then is that group's lr.
@@ -82,6 +81,26 @@ def build_optimizer(
     return OptimizerTransform.wrap(transform, effective_config(optimizer_type, config), schedules)
 
 
+def fused_adam(
+    lr: float,
+    *,
+    lr_schedule: GroupSchedules = None,
+    weight_decay_schedule: GroupSchedules = None,
+    matrix_axes: AxesSpec = None,
+    **kwargs: Any,
+) -> OptimizerTransform:
+    """Adam with a step count per group and float32 masters, as a transform that needs no parameters up front.
+
+        p = p - lr (u + weight_decay p)     u: see scale_by_fused_adam; with adam_w_mode=False decay is in the gradient
+
+    Arguments and errors are those of ``build_optimizer(params, "fusedadam", ...)``; there is no ``amsgrad``. A loss
+    scale and steps whose gradients are not finite are optax's business: divide the gradients before ``update``, and
+    wrap this in ``optax.apply_if_finite``, which skips such a step whole, its count included (parameters below
+    float32 then need float32 gradients).
+    """
+    return _without_params("fusedadam", {"lr": lr, **kwargs}, lr_schedule, weight_decay_schedule, matrix_axes)
+
+
 def muon_with_aux_adamw(
     lr: float,
     *,
@@ -94,19 +113,7 @@ def muon_with_aux_adamw(
 
     Arguments and errors are those of ``build_optimizer(params, "muonwithauxadamw", ...)``.
     """
-    config = parse_config("muonwithauxadamw", {"lr": lr, **kwargs})
-    schedules = Schedules.check(lr_schedule, weight_decay_schedule)
-
-    def build(params: Any) -> optax.GradientTransformationExtraArgs:
-        return _transform(params, "muonwithauxadamw", config, schedules, matrix_axes)
-
-    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        if params is None:
-            raise ValueError("this optimizer needs the parameters: call update(grads, state, params)")
-        return build(params).update(grads, state, params, **extra)
-
-    inner = optax.GradientTransformationExtraArgs(lambda params: build(params).init(params), update)
-    return OptimizerTransform.wrap(inner, effective_config("muonwithauxadamw", config), schedules)
+    return _without_params("muonwithauxadamw", {"lr": lr, **kwargs}, lr_schedule, weight_decay_schedule, matrix_axes)
 
 
 def route_parameters(params: Any, optimizer_type: str, *, matrix_axes: AxesSpec = None, **kwargs: Any) -> RoutingTable:
@@ -141,6 +148,29 @@ def build_lr_schedule(lr_scheduler_type: str, **kwargs: Any) -> optax.Schedule:
         raise NotImplementedError(f"lr_scheduler_type must be one of {sorted(SCHEDULES)}, got {lr_scheduler_type!r}")
     check_keywords(lr_scheduler_type, kwargs, inspect.signature(make_schedule).parameters)
     return make_schedule(**{name: plain(value) for name, value in kwargs.items()})
+
+
+def _without_params(
+    optimizer_type: str,
+    kwargs: dict[str, Any],
+    lr_schedule: GroupSchedules,
+    weight_decay_schedule: GroupSchedules,
+    matrix_axes: AxesSpec,
+) -> OptimizerTransform:
+    """build_optimizer, with the transform made anew from the parameters that every call is given."""
+    config = parse_config(optimizer_type, kwargs)
+    schedules = Schedules.check(lr_schedule, weight_decay_schedule)
+
+    def build(params: Any) -> optax.GradientTransformationExtraArgs:
+        return _transform(params, optimizer_type, config, schedules, matrix_axes)
+
+    def update(grads: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        if params is None:
+            raise ValueError("this optimizer needs the parameters: call update(grads, state, params)")
+        return build(params).update(grads, state, params, **extra)
+
+    inner = optax.GradientTransformationExtraArgs(lambda params: build(params).init(params), update)
+    return OptimizerTransform.wrap(inner, effective_config(optimizer_type, config), schedules)
 
 
 def _transform(
@@ -229,35 +259,16 @@ def _rule(
     factors: Callable[[jax.Array], tuple[Any, Any]],
 ) -> optax.GradientTransformationExtraArgs:
     lr, weight_decay = bases
+    decoupled, active, masters = True, None, False
     if isinstance(config, AdamConfig):
-        return descend(
-            scale_by_adam(betas=config.betas, eps=config.eps),
-            lr=lr,
-            weight_decay=weight_decay,
-            factors=factors,
-            decoupled=isinstance(config, AdamWConfig),
-        )
-    assert isinstance(config, MuonConfig)
-    active = None
-    if role == ADAMW:
-        direction = scale_by_group_adam(betas=config.adam_betas, eps=config.eps)
+        direction = scale_by_adam(betas=config.betas, eps=config.eps)
+        decoupled = isinstance(config, AdamWConfig)
+    elif isinstance(config, FusedAdamConfig):
+        direction = scale_by_fused_adam(betas=config.betas, eps=config.eps, bias_correction=config.bias_correction)
+        decoupled, masters = config.adam_w_mode, config.master_weights
     else:
-        direction = scale_by_muon(
-            muon_momentum=config.muon_momentum,
-            muon_lr_scale=config.muon_lr_scale,
-            ns_steps=config.ns_steps,
-            ns_dtype=config.ns_dtype,
-            ns_coefficients=config.ns_coefficients,
-            nesterov=config.nesterov,
-            matrix_axes=lambda name, leaf: axes[name],
-            experts=role == EXPERT,
-        )
-        if role == EXPERT:
-
-            def active(name: str, grad: jax.Array) -> jax.Array:
-                expert_axes = axes[name]
-                assert expert_axes is not None
-                return active_slices(grad, expert_axes.batch)
-
-    rule = descend(direction, lr=lr, weight_decay=weight_decay, factors=factors, active=active)
-    return keep_master_weights(rule) if config.master_weights else rule
+        assert isinstance(config, MuonConfig)
+        direction, active = direction_of_role(role, config, axes)
+        masters = config.master_weights
+    rule = descend(direction, lr=lr, weight_decay=weight_decay, factors=factors, decoupled=decoupled, active=active)
+    return keep_master_weights(rule) if masters else rule

@@ -77,6 +77,28 @@ class AdamWConfig(AdamConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FusedAdamConfig(OptimizerConfig):
+    """Adam with a step count per group and float32 masters."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay rates of the first and second moment, each in [0, 1)."""
+    adam_w_mode: bool = True
+    """Decoupled decay; False adds the decay to the gradient (L2)."""
+    bias_correction: bool = True
+    """Divide the moments by 1 - beta^step."""
+    capturable: bool = True
+    """Accepted so that one config serves both sides: lr is always part of the traced state."""
+    master_weights: bool = True
+    """Keep float32 masters of bfloat16 and float16 parameters."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._set(betas=_betas("betas", self.betas))
+        for name in ("adam_w_mode", "bias_correction", "capturable", "master_weights"):
+            _check_bool(name, getattr(self, name))
+
+
+@dataclass(frozen=True, kw_only=True)
 class MuonConfig(OptimizerConfig):
     """Muon on matrices, AdamW on the rest."""
 
@@ -140,6 +162,7 @@ class MuonConfig(OptimizerConfig):
 CONFIGS: dict[str, type[OptimizerConfig]] = {
     "adam": AdamConfig,
     "adamw": AdamWConfig,
+    "fusedadam": FusedAdamConfig,
     "muonwithauxadamw": MuonConfig,
 }
 

@@ -49,7 +49,7 @@ class ParameterRoute(NamedTuple):
 
     Attributes:
         name, shape: of the parameter.
-        role: "matrix", "expert", "adamw", "adam" or "frozen".
+        role: "matrix", "expert", "adamw", "adam", "fusedadam" or "frozen".
         group: index of its group, None if frozen.
         lr, weight_decay: base values of the group, before any schedule.
         matrix_axes: for matrices and experts.

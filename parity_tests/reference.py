@@ -171,8 +171,8 @@ def second_moment(v: Array, g: Array, b2: float) -> Array:
     return b2 * v + (1 - b2) * g * g
 
 
-def adam_direction(m: Array, v: Array, t: int, betas: Sequence[float], eps: float) -> Array:
-    """t is 1-based; eps stands outside the root."""
+def adam_direction(m: Array, v: Array, t: float, betas: Sequence[float], eps: float) -> Array:
+    """t is 1-based, infinite for no bias correction; eps stands outside the root."""
     m_hat = m / (1 - betas[0] ** t)
     v_hat = v / (1 - betas[1] ** t)
     return m_hat / (np.sqrt(v_hat) + eps)

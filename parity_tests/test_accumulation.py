@@ -11,11 +11,11 @@ import torch
 
 import torch_impl
 from parity_tests import reference
-from parity_tests.test_update_rules import ADAM, ADAMW, FLOAT32, LIKE_ADAMW, SIDES, Jax, Torch
+from parity_tests.test_update_rules import ADAM, ADAMW, FLOAT32, FUSED, LIKE_ADAMW, SIDES, Jax, Torch
 
 NORM = 1e-7  # absolute, of clipped gradients of norm .01 and 1: rounding of float32
 START = {"a.bias": np.zeros(1), "b.weight": np.zeros((1, 1))}
-TYPES = {"adam": ADAM, "adamw": ADAMW, "hybrid": LIKE_ADAMW}
+TYPES = {"adam": ADAM, "adamw": ADAMW, "fusedadam": FUSED, "hybrid": LIKE_ADAMW}
 EVERY_TYPE = pytest.mark.parametrize("options", TYPES.values(), ids=TYPES)
 RISING = ("wsd", dict(warm_up_steps=8, total_steps=9, decay_steps=0, f_start=1.0, f_max=9.0, f_min=0.0))  # f(n) = 1 + n
 

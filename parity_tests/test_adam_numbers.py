@@ -8,7 +8,7 @@ import optax
 import pytest
 import torch
 
-from parity_tests.test_update_rules import FLOAT32, LIKE_ADAMW, SIDES, VECTOR_RULES
+from parity_tests.test_update_rules import FLOAT32, FUSED, FUSED_L2, LIKE_ADAMW, SIDES, VECTOR_RULES
 from torch_impl.adam_step import AdamRule, AdamTensors, adam_on_cpu_, adam_unfused_
 
 
@@ -21,6 +21,28 @@ def test_three_updates_by_hand(side, options, dtype):
     for g, expected, printed in ((0.5, 0.9, 2.1e-9), (-0.25, 0.8733662987, 5e-11), (0.125, 0.8393233849, 5e-11)):
         allowed = FLOAT32 if dtype == "float32" else printed  # half a unit of the digits above; the first: lr eps / g
         assert run.step({"a.bias": [g]})["a.bias"] == pytest.approx(expected, abs=allowed)
+
+
+FUSED_NUMBERS = {
+    # name: (options, parameter after each of three updates with g = .5, -.25, .125, from p = 1 with lr .1)
+    # m / sqrt(v) = .05 / .0158114, .02 / .0176706, .0305 / .0180987
+    "no bias correction": ({**FUSED, "bias_correction": False, "weight_decay": 0.0}, (0.6837722, 0.5705899, 0.4020694)),
+    # 1 - .1 - .01, .89 - .0266337 - .0089, .8544663 - .0340429 - .0085447: decay of the old p, beside the step
+    "decoupled decay": ({**FUSED, "weight_decay": 0.1}, (0.89, 0.8544663, 0.8118787)),
+    # u = g / sqrt(v / (1 - b2^t)) = .5 / .5, -.25 / .3952254, .125 / .3306007
+    "beta1 zero": ({**FUSED, "betas": (0.0, 0.999), "weight_decay": 0.0}, (0.9, 0.9632550, 0.9254451)),
+    # gradients .5 + .1, -.25 + .09, .125 + .0854441; steps of 1, .2 / .4389947, .2038540 / .3784050
+    "l2": ({**FUSED_L2, "weight_decay": 0.1}, (0.9, 0.8544414, 0.8005695)),
+}
+
+
+@SIDES
+@pytest.mark.parametrize("name", FUSED_NUMBERS)
+def test_flags_of_fused_adam_by_hand(side, name):
+    options, expected = FUSED_NUMBERS[name]
+    run = side({"a.bias": np.ones(1)}, lr=0.1, **options)
+    for g, value in zip((0.5, -0.25, 0.125), expected, strict=True):
+        assert run.step({"a.bias": [g]})["a.bias"] == pytest.approx(value, abs=FLOAT32)
 
 
 def test_optax_muon_has_another_adam_side():

@@ -22,6 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 # public names that only one side has, by nature: (reason)
 TORCH_ONLY = {
+    "FusedAdam": "fused_adam",
     "LRSchedulersContainer": "a schedule is part of the transform in JAX",
     "LambdaLinearScheduler": "lambda_linear_schedule",
     "LambdaWarmUpCosineScheduler": "lambda_warmup_cosine_schedule",
@@ -36,11 +37,13 @@ JAX_ONLY = {
     "Hyperparameters": "param_groups hold them",
     "OptimizerTransform": "OptimizersContainer",
     "describe": "OptimizersContainer.describe",
+    "fused_adam": "FusedAdam",
     "hyperparameters": "param_groups hold them",
     "lambda_linear_schedule": "LambdaLinearScheduler",
     "lambda_warmup_cosine_schedule": "LambdaWarmUpCosineScheduler",
     "learning_rates": "param_groups hold the lr",
     "muon_with_aux_adamw": "MuonWithAuxAdamW",
+    "scale_by_fused_adam": "a transform without lr and decay is optax's notion",
     "scale_by_muon": "a transform without lr and decay is optax's notion",
     "wsd_schedule": "WSDScheduler",
     "wsfd_schedule": "WSFDScheduler",
@@ -136,6 +139,13 @@ def test_defaults_are_the_documented_ones():
     adam = {**shared, "betas": (0.9, 0.999), "capturable": False}
     assert defaults("adam") == {**adam, "weight_decay": 0.0}
     assert defaults("AdamW") == {**adam, "weight_decay": 0.01}
+    assert defaults("FusedAdam") == {
+        **adam,
+        "weight_decay": 0.0,
+        "adam_w_mode": True,
+        "bias_correction": True,
+        "master_weights": True,
+    }
     assert defaults("MuonWithAuxAdamW") == {
         **shared,
         "weight_decay": 0.1,

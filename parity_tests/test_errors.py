@@ -16,7 +16,7 @@ NAN = float("nan")
 
 # (optimizer_type, change of the keywords, error, message); the keywords are lr=0.1, fused=True
 ROWS = [
-    ("sgd", {}, NotImplementedError, r"must be one of \['adam', 'adamw', 'muonwithauxadamw'\], got 'sgd'"),
+    ("sgd", {}, NotImplementedError, r"must be one of \['adam', 'adamw', 'fusedadam', 'muonwithauxadamw'\], got 'sgd'"),
     (None, {}, TypeError, "optimizer_type must be a string"),
     (
         "adamw",
@@ -26,6 +26,12 @@ ROWS = [
     ),
     ("adamw", {"muon_momentum": 0.9}, TypeError, "no argument 'muon_momentum'"),
     ("adamw", {"amsgrad": True}, TypeError, "no argument 'amsgrad'"),
+    ("fusedadam", {"amsgrad": True}, TypeError, "no argument 'amsgrad'"),
+    ("fusedadam", {"adamw_mode": False}, TypeError, "no argument 'adamw_mode'; did you mean 'adam_w_mode'"),
+    ("fusedadam", {"bias_correction": 1}, TypeError, "bias_correction must be True or False, got 1"),
+    ("fusedadam", {"adam_w_mode": None}, TypeError, "adam_w_mode must be True or False, got None"),
+    ("fusedadam", {"master_weights": "yes"}, TypeError, "master_weights must be True or False, got 'yes'"),
+    ("fusedadam", {"betas": (0.9, 1.0)}, ValueError, r"betas must be in \[0, 1\), got 1.0"),
     ("muonwithauxadamw", {"betas": (0.9, 0.95)}, TypeError, "no argument 'betas'; did you mean 'adam_betas'"),
     ("adamw", {"fused": False}, ValueError, "fused must be True.*got False"),
     ("adamw", {"lr": None}, TypeError, "lr must be a number, got None"),

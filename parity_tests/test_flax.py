@@ -184,7 +184,7 @@ def test_state_survives_donation_and_scan():
     assert scanned[0]["up"]["kernel"].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize("optimizer_type", ["adam", "adamw", "muonwithauxadamw"])
+@pytest.mark.parametrize("optimizer_type", ["adam", "adamw", "fusedadam", "muonwithauxadamw"])
 def test_inside_optax_chains(optimizer_type):
     """Clipped in front: the same as on gradients clipped by hand, and another second update than unclipped.
 

@@ -17,7 +17,7 @@ from parity_tests.problems import Problem
 from parity_tests.tolerances import elementwise_error
 
 GOLDEN = Path(__file__).parent / "golden"
-TYPES = ("adam", "adamw", "muonwithauxadamw")
+TYPES = ("adam", "adamw", "fusedadam", "muonwithauxadamw")
 
 FLOAT64 = 1e-12  # one algorithm in float64; independent NumPy code agrees to 1e-15
 FLOAT32 = 2e-6  # absolute, values of order 1, 12 steps of float32; independent code agrees to 5e-7

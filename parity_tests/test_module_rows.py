@@ -15,8 +15,11 @@ import jax_impl
 import torch_impl
 from parity_tests.test_update_rules import FLOAT32
 
-TYPES = ("adam", "adamw", "muonwithauxadamw")
+TYPES = ("adam", "adamw", "fusedadam", "muonwithauxadamw")
 AXES = jax_impl.MatrixAxes
+KERNEL_DECAYS = pytest.mark.parametrize(
+    ("optimizer_type", "kernel"), [("adam", 0.9), ("adamw", 0.99), ("fusedadam", 0.99), ("muonwithauxadamw", 0.99)]
+)
 
 
 def options_of(optimizer_type, **options):
@@ -45,7 +48,7 @@ class Block(linen.Module):
         return linen.LayerNorm()(linen.Dense(2)(x))
 
 
-@pytest.mark.parametrize(("optimizer_type", "kernel"), [("adam", 0.9), ("adamw", 0.99), ("muonwithauxadamw", 0.99)])
+@KERNEL_DECAYS
 def test_only_kernels_decay(optimizer_type, kernel):
     """All ones, no gradient, lr = decay = .1; the norm's weight is called scale in Flax and weight in torch."""
     params = Block().init(jax.random.key(0), jnp.ones((1, 2)))["params"]
@@ -67,7 +70,7 @@ def test_only_kernels_decay(optimizer_type, kernel):
     assert [value.tolist() for value in values.values()] == [[1.0, 1.0]] * 3
 
 
-@pytest.mark.parametrize(("optimizer_type", "kernel"), [("adam", 0.9), ("adamw", 0.99), ("muonwithauxadamw", 0.99)])
+@KERNEL_DECAYS
 def test_stacked_layers(optimizer_type, kernel):
     """Scales (2, 3) and kernels (2, 3, 4) of two scanned layers: vectors and matrices, each layer as if alone."""
     axes = {"kernel": AXES(fan_out=2, fan_in=1, batch=0), "scale": AXES(fan_out=1, fan_in=(), batch=0)}

@@ -77,7 +77,7 @@ def test_steps_that_are_not_finite_change_nothing():
     """apply_if_finite: no decay, no step count and no schedule count on the bad step."""
     params = small_params()
     schedule = jax_impl.build_lr_schedule("wsd", **SCHEDULE)
-    for optimizer_type in ("adam", "adamw", "muonwithauxadamw"):
+    for optimizer_type in ("adam", "adamw", "fusedadam", "muonwithauxadamw"):
         ours = jax_impl.build_optimizer(params, optimizer_type, lr=LR, lr_schedule=schedule)
         tx = optax.apply_if_finite(ours, 3)
         grads = jax.tree.map(jnp.ones_like, params)
@@ -106,6 +106,7 @@ def test_not_finite_steps_of_bfloat16_parameters_need_float32_gradients():
 STATE_ALONG_PARAMETERS = {
     # field of the state, parameter it lies along
     "adamw": [(field, name) for field in ("count", "mu", "nu") for name in ("bias", "kernel")],
+    "fusedadam": [(field, name) for field in ("mu", "nu") for name in ("bias", "kernel")],
     "muonwithauxadamw": [("mu", "bias"), ("mu", "kernel"), ("nu", "bias")],
 }
 

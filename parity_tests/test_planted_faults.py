@@ -19,7 +19,6 @@ import optax
 import pytest
 import torch
 
-import jax_impl.aux_adamw
 import jax_impl.build
 import jax_impl.master_weights
 import jax_impl.muon
@@ -31,6 +30,7 @@ from parity_tests.problems import Problem
 from parity_tests.tolerances import TIERS
 from parity_tests.trajectory import run_case
 
+FUSED_ADAM = sys.modules["jax_impl.fused_adam"]  # the package has a function of that name
 MU, DECAY, LR = 0.95, 0.2, 0.02
 MATRICES, VECTORS = {"up.weight", "square.weight"}, {"norm.weight", "norm.bias"}
 CASE = Case(
@@ -188,7 +188,7 @@ def jax_eps_inside_root(patch):
     def adam_direction(mu, nu, count, betas, eps):
         return (mu / (1 - betas[0] ** count)) / jnp.sqrt(nu / (1 - betas[1] ** count) + eps)
 
-    patch.setattr(jax_impl.aux_adamw, "adam_direction", adam_direction)
+    patch.setattr(FUSED_ADAM, "adam_direction", adam_direction)
 
 
 def jax_descend(patch, alter, **override):
@@ -366,9 +366,9 @@ def test_a_wrong_eps_of_the_norm_is_told_apart(eps, backends, monkeypatch):
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_a_wrong_bias_correction_is_no_wrong_lr(count, backends, monkeypatch):
-    original = jax_impl.aux_adamw.adam_direction
+    original = FUSED_ADAM.adam_direction
     late = lambda mu, nu, t, betas, eps: original(mu, nu, t + count, betas, eps)  # noqa: E731
-    monkeypatch.setattr(jax_impl.aux_adamw, "adam_direction", late)
+    monkeypatch.setattr(FUSED_ADAM, "adam_direction", late)
     found = run_case(CASE, TIERS["float64"], "free", backends).divergence
     assert (found.suspect, found.stage, found.step) == ("jax", "denominator", 1)
 

@@ -12,11 +12,11 @@ from flax import serialization
 from torch import nn
 
 import torch_impl
-from parity_tests.test_update_rules import ADAM, ADAMW, FLOAT32, LIKE_ADAMW, MUON, PHI_1, SIDES, Jax, Torch
+from parity_tests.test_update_rules import ADAM, ADAMW, FLOAT32, FUSED, LIKE_ADAMW, MUON, PHI_1, SIDES, Jax, Torch
 
 # f(n) = 1 - n / 10
 LINE = ("lambdalinear", dict(warm_up_steps=[0], f_start=[1.0], f_max=[1.0], f_min=[0.0], cycle_lengths=[10]))
-TYPES = {"adam": ADAM, "adamw": ADAMW, "hybrid": LIKE_ADAMW}
+TYPES = {"adam": ADAM, "adamw": ADAMW, "fusedadam": FUSED, "hybrid": LIKE_ADAMW}
 EVERY_TYPE = pytest.mark.parametrize("options", TYPES.values(), ids=TYPES)
 ALL = ("optimizer", "scheduler", "model")
 

@@ -17,6 +17,8 @@ PHI_1 = 0.6964364  # five Newton-Schulz steps on the singular value 1: what a ra
 FLOAT32 = 2e-6  # absolute, values near 1
 MUON = {"optimizer_type": "muonwithauxadamw", "ns_dtype": "float32"}
 ADAM, ADAMW = {"optimizer_type": "adam"}, {"optimizer_type": "adamw"}
+FUSED = {"optimizer_type": "fusedadam"}
+FUSED_L2 = {**FUSED, "adam_w_mode": False}
 LIKE_ADAMW = {**MUON, "adam_betas": (0.9, 0.999)}  # vectors under the hybrid, with the betas of the other two
 
 
@@ -116,15 +118,17 @@ class Jax(Side):
 
 
 SIDES = pytest.mark.parametrize("side", [Torch, Jax])
-VECTOR_RULES = pytest.mark.parametrize("options", [ADAM, ADAMW, LIKE_ADAMW], ids=["adam", "adamw", "hybrid"])
+VECTOR_RULES = pytest.mark.parametrize(
+    "options", [ADAM, ADAMW, FUSED, LIKE_ADAMW], ids=["adam", "adamw", "fusedadam", "hybrid"]
+)
 
 
 @SIDES
 def test_a_step_count_per_parameter_or_per_group(side):
-    """b has gradients at steps 1 and 3 only. Its second update has t = 2 in adamw, t = 3 in the hybrids."""
+    """b has gradients at steps 1 and 3 only. Its second update has t = 2 in adamw, t = 3 where a group counts."""
     start = {"a.bias": np.ones(1), "b.bias": np.ones(1)}
     grads = [{"a.bias": [1.0], "b.bias": [1.0]}, {"a.bias": [1.0]}, {"a.bias": [1.0], "b.bias": [1.0]}]
-    for options, b in ((ADAM, 0.8), (ADAMW, 0.8), (LIKE_ADAMW, 0.814154)):
+    for options, b in ((ADAM, 0.8), (ADAMW, 0.8), (FUSED, 0.814154), (LIKE_ADAMW, 0.814154)):
         run = side(start, lr=0.1, weight_decay=0.0, **options)
         values = [run.step(g) for g in grads][-1]
         assert values["a.bias"] == pytest.approx(0.7, abs=FLOAT32)
@@ -158,7 +162,9 @@ def test_without_a_gradient_nothing_decays(side, options):
     ("options", "moments", "expected"),
     [
         (ADAM, [0.06, 0.01], [0.9, 0.9]),  # the decay is part of the gradient: both entries have one
+        (FUSED_L2, [0.06, 0.01], [0.9, 0.9]),
         (ADAMW, [0.05, 0.0], [0.89, 0.99]),
+        (FUSED, [0.05, 0.0], [0.89, 0.99]),
         (LIKE_ADAMW, [0.05, 0.0], [0.89, 0.99]),
     ],
 )
@@ -175,7 +181,7 @@ def test_the_first_update_may_have_lr_zero(side, options, moments, expected):
 @SIDES
 def test_l2_and_decoupled_decay(side):
     """p = 1, g = 0, lr = wd = 0.1: decoupled decay gives 0.99, L2 becomes a gradient of size one: 0.9."""
-    for options, expected in ((ADAMW, 0.99), (LIKE_ADAMW, 0.99), (ADAM, 0.9)):
+    for options, expected in ((ADAMW, 0.99), (FUSED, 0.99), (LIKE_ADAMW, 0.99), (ADAM, 0.9), (FUSED_L2, 0.9)):
         run = side({"a.bias": np.ones(1)}, lr=0.1, weight_decay=0.1, **options)
         assert run.step({"a.bias": [0.0]})["a.bias"] == pytest.approx(expected, abs=FLOAT32)
 
@@ -191,7 +197,7 @@ def test_all_zero_gradients_only_decay(side):
 
 
 @SIDES
-@pytest.mark.parametrize(("options", "weight"), [(ADAM, 0.5), (ADAMW, 0.95), (MUON, 0.95)])
+@pytest.mark.parametrize(("options", "weight"), [(ADAM, 0.5), (ADAMW, 0.95), (FUSED, 0.95), (MUON, 0.95)])
 def test_multiplier_and_no_decay_meet(side, options, weight):
     """lr .1 times 5, decay .1 of the weight alone: .95, or a whole step of .5 where decay is a gradient."""
     start = {"head.weight": np.ones((2, 2)), "head.bias": np.ones(2)}
@@ -269,8 +275,13 @@ def test_optax_muon_is_another_muon():
 # a vector, and a (1, 1) matrix whose scale makes every update lr as well
 BOTH_ROLES = pytest.mark.parametrize(
     ("name", "gradient", "options"),
-    [("a.bias", [1.0], MUON), ("a.weight", [[1.0]], {**MUON, "muon_lr_scale": 1 / PHI_1})],
-    ids=["vector", "matrix"],
+    [
+        ("a.bias", [1.0], MUON),
+        ("a.weight", [[1.0]], {**MUON, "muon_lr_scale": 1 / PHI_1}),
+        ("a.bias", [1.0], FUSED),
+        ("a.weight", [[1.0]], FUSED_L2),
+    ],
+    ids=["vector", "matrix", "fusedadam", "fusedadam-l2"],
 )
 
 
@@ -286,7 +297,9 @@ def test_masters_keep_what_bfloat16_loses(side, name, gradient, options):
 
 
 @SIDES
-@pytest.mark.parametrize("options", [ADAM, ADAMW, {**MUON, "master_weights": False}])
+@pytest.mark.parametrize(
+    "options", [ADAM, ADAMW, {**FUSED, "master_weights": False}, {**MUON, "master_weights": False}]
+)
 def test_without_masters_bfloat16_loses_it(side, options):
     run = side({"a.bias": np.ones(3)}, lr=0.001, weight_decay=0.0, dtype="bfloat16", **options)
     for _ in range(10):
@@ -305,8 +318,9 @@ def test_new_weights_win_over_a_stale_master(side, name, gradient, options):
 
 
 @SIDES
-def test_float32_parameters_have_no_master(side):
-    run = side({"a.bias": np.ones(1)}, lr=0.5, weight_decay=0.0, **MUON)
+@pytest.mark.parametrize("options", [MUON, FUSED], ids=["hybrid", "fusedadam"])
+def test_float32_parameters_have_no_master(side, options):
+    run = side({"a.bias": np.ones(1)}, lr=0.5, weight_decay=0.0, **options)
     run.step({"a.bias": [1.0]})
     assert run.state("master_param") == {}
 

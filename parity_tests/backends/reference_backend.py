@@ -15,6 +15,7 @@ from parity_tests.problems import Parameter
 DEFAULTS: dict[str, dict] = {
     "adam": {"weight_decay": 0.0, "betas": (0.9, 0.999)},
     "adamw": {"weight_decay": 0.01, "betas": (0.9, 0.999)},
+    "fusedadam": {"weight_decay": 0.0, "betas": (0.9, 0.999)},
     "muonwithauxadamw": {
         "weight_decay": 0.1,
         "betas": (0.9, 0.95),
@@ -57,7 +58,7 @@ class ReferenceRun:
     def __init__(self, case: Case) -> None:
         self.case = case
         self.options = {"eps": 1e-8, "lr_multipliers": {}, "keys_to_select": (), **DEFAULTS[case.optimizer_type]}
-        self.options |= case.kwargs
+        self.options |= {"adam_w_mode": case.optimizer_type != "adam", "bias_correction": True, **case.kwargs}
         if "adam_betas" in self.options:
             self.options["betas"] = self.options["adam_betas"]
         self.updates_done = 0
@@ -69,7 +70,7 @@ class ReferenceRun:
         return reference.is_selected(parameter.name, self.options["keys_to_select"])
 
     def _role(self, parameter: Parameter) -> str:
-        if self.case.optimizer_type in ("adam", "adamw"):
+        if self.case.optimizer_type in ("adam", "adamw", "fusedadam"):
             return self.case.optimizer_type
         routing = {key: self.options[key] for key in ROUTING if key in self.options}
         return reference.role_of(parameter.name, parameter.kind, len(parameter.shape), **routing)
@@ -110,11 +111,12 @@ class ReferenceRun:
             after = after if active is None else np.where(active, after, p)
             new_state = {"momentum_buffer": M, "step": np.asarray(float(t))}
             return Stages(new_state, direction, unscaled, lr, decay, scaled_lr, p, after, active)
-        if self.roles[name] == "adam":
+        if not o["adam_w_mode"]:
             g, decay = g + decay * p, 0.0
         m = reference.first_moment(state["exp_avg"], g, o["betas"][0])
         v = reference.second_moment(state["exp_avg_sq"], g, o["betas"][1])
-        unscaled = reference.adam_direction(m, v, t, o["betas"], o["eps"])
+        corrected_at = t if o["bias_correction"] else np.inf
+        unscaled = reference.adam_direction(m, v, corrected_at, o["betas"], o["eps"])
         after = reference.descend(p, unscaled, lr, decay)
         new_state = {"exp_avg": m, "exp_avg_sq": v, "step": np.asarray(float(t))}
         return Stages(new_state, None, unscaled, lr, decay, lr, p, after)
