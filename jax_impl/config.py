@@ -95,7 +95,7 @@ class FusedAdamConfig(OptimizerConfig):
         super().__post_init__()
         self._set(betas=_betas("betas", self.betas))
         for name in ("adam_w_mode", "bias_correction", "capturable", "master_weights"):
-            _check_bool(name, getattr(self, name))
+            check_bool(name, getattr(self, name))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -50,7 +50,7 @@ JAX_ONLY = {
 }
 # counterparts under another name, by nature
 FILES_ONLY = {
-    "torch": {"containers.py", "flat_state.py"},
+    "torch": {"adam_step.py", "containers.py", "flat_state.py", "group_step.py"},
     "jax": {"combine.py", "group_schedules.py", "group_state.py", "transform.py", "tree.py"},
 }
 
@@ -141,6 +141,7 @@ def test_defaults_are_the_documented_ones():
     assert defaults("AdamW") == {**adam, "weight_decay": 0.01}
     assert defaults("FusedAdam") == {
         **adam,
+        "capturable": True,
         "weight_decay": 0.0,
         "adam_w_mode": True,
         "bias_correction": True,
