@@ -1,13 +1,14 @@
-"""The Triton Adam kernel against the oracle, as a program: ``TRITON_INTERPRET=1 python -m parity_tests.kernel_rows``.
+"""One table for every implementation of the Adam update, and its comparison with the oracle.
 
-Triton decides when it is imported whether kernels are interpreted, so the interpreter needs a process of its own. On a
-CUDA device the same rows run compiled. Prints one JSON line a row.
+As a program, for the Triton kernel: ``TRITON_INTERPRET=1 python -m parity_tests.kernel_rows`` prints one JSON line a
+row. Triton decides when it is imported whether kernels are interpreted, so the interpreter needs a process of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -62,8 +63,14 @@ ROWS = (
 )
 
 
-def compare(row: Row, device: str) -> dict[str, Any]:
-    """Largest errors of the row: of parameters (or masters) absolute, of moments relative; and whether it rounded."""
+def compare(row: Row, update_: Callable[..., None], device: str) -> dict[str, Any]:
+    """Largest absolute errors of parameters (or masters) and moments, and whether parameters are the rounded masters.
+
+    Args:
+        row: what is done.
+        update_: called as MultiTensorAdam.update_.
+        device: where.
+    """
     rng = np.random.default_rng(len(row.name))
     dtype, grad_dtype = getattr(torch, row.dtype), getattr(torch, row.grad_dtype or row.dtype)
     rule: dict[str, Any] = {"betas": (0.9, 0.999), "adam_w_mode": True, "bias_correction": True, **row.rule}
@@ -76,10 +83,9 @@ def compare(row: Row, device: str) -> dict[str, Any]:
     params = [tensor(rng.normal(size=n), dtype) for n in row.sizes]
     masters = [tensor(p.double().cpu().numpy(), torch.float32) for p in params]
     has_masters = row.masters and row.dtype != "float32"
-    moments = [[tensor(np.zeros(n), torch.float32) for n in row.sizes] for _ in range(2)]
+    exp_avgs, exp_avg_sqs = ([tensor(np.zeros(n), torch.float32) for n in row.sizes] for _ in range(2))
     expected = [p.double().cpu().numpy() for p in params]
     expected_moments = [[np.zeros(n) for n in row.sizes] for _ in range(2)]
-    kernel = MultiTensorAdam()
     for t in range(row.first, row.first + row.steps):
         if row.changed and t == row.first + row.steps - 1:
             for p, want in zip(params, expected, strict=True):
@@ -88,10 +94,11 @@ def compare(row: Row, device: str) -> dict[str, Any]:
         if row.nan:
             for grad in grads:
                 grad[0] = torch.nan
-        kernel.update_(
+        update_(
             params,
             grads,
-            *moments,
+            exp_avgs,
+            exp_avg_sqs,
             masters if has_masters else [None] * len(params),
             torch.tensor(float(t), device=device),
             lr=torch.tensor(LR, device=device) if t % 2 else LR,
@@ -116,7 +123,7 @@ def compare(row: Row, device: str) -> dict[str, Any]:
     return {
         "name": row.name,
         "parameters": max(map(_error, found, expected)),
-        "moments": max(max(map(_error, a, b)) for a, b in zip(moments, expected_moments, strict=True)),
+        "moments": max(max(map(_error, a, b)) for a, b in zip((exp_avgs, exp_avg_sqs), expected_moments, strict=True)),
         "rounded": not has_masters or all(_error(p, m.to(dtype)) == 0 for p, m in zip(params, masters, strict=True)),
     }
 
@@ -132,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     for row in ROWS:
-        print(json.dumps(compare(row, parser.parse_args().device)), flush=True)
+        print(json.dumps(compare(row, MultiTensorAdam().update_, parser.parse_args().device)), flush=True)
 
 
 if __name__ == "__main__":

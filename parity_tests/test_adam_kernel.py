@@ -1,4 +1,4 @@
-"""The CUDA kernel of fused Adam: interpreted and compiled on any machine, and on a GPU where there is one."""
+"""Every way in which torch_impl computes Adam: on CPU, and its CUDA kernel, interpreted, compiled, and on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ import pytest
 import torch
 
 from parity_tests.kernel_rows import ROWS, Row, compare
+from torch_impl import adam_step
+from torch_impl.adam_step import AdamRule, AdamTensors
 from torch_impl.fused_adam import FusedAdam
+from torch_impl.kernels import adam_cpu
+from torch_impl.kernels.adam import MultiTensorAdam
 
 ROOT = Path(__file__).parents[1]
 FLOAT32 = 1e-6  # absolute, values of a few units: about ten roundings of 6e-8; 5e-7 is usual
@@ -29,18 +33,42 @@ def python(*args: str, **env: str) -> str:
 @pytest.fixture(scope="module")
 def found(device: str) -> dict[str, dict]:
     if device == "cuda":
-        return {row.name: compare(row, device) for row in ROWS}
+        return {row.name: compare(row, MultiTensorAdam().update_, device) for row in ROWS}
     lines = python("-m", "parity_tests.kernel_rows", TRITON_INTERPRET="1").splitlines()
     return {line["name"]: line for line in map(json.loads, lines)}
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_against_the_oracle(row: Row, found: dict[str, dict]):
-    result = found[row.name]
+def check(row: Row, result: dict) -> None:
     has_masters = row.masters or row.dtype == "float32"
     assert result["parameters"] <= (FLOAT32 if has_masters else 2 * HALF_ULP[row.dtype])
     assert result["moments"] <= FLOAT32
     assert result["rounded"]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_cuda_kernel_against_the_oracle(row: Row, found: dict[str, dict]):
+    check(row, found[row.name])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+@pytest.mark.parametrize("way", ["compiled", "pieces", "unfused"])
+def test_cpu_against_the_oracle(row: Row, way: str, monkeypatch: pytest.MonkeyPatch):
+    """torch's kernels and the C kernel; without a compiler, in pieces that end within tensors; in single operations."""
+    rule_ = adam_step.adam_unfused_ if way == "unfused" else adam_step.adam_on_cpu_
+    if way == "pieces":
+        monkeypatch.setattr(adam_cpu, "compiled", dict)
+        monkeypatch.setattr(adam_step, "CHUNK", 100)
+    else:
+        assert adam_cpu.compiled()
+        monkeypatch.setattr(adam_cpu, "SMALL", 100)  # threads, although the tensors are small and CI gives us one
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+    def update_(params, grads, exp_avgs, exp_avg_sqs, masters, step, *, inverse_scale, found_inf, **rule):
+        if found_inf is None or not found_inf:
+            tensors = [AdamTensors(*row) for row in zip(params, grads, exp_avgs, exp_avg_sqs, masters, strict=True)]
+            rule_(tensors, step, AdamRule(**rule), inverse_scale)
+
+    check(row, compare(row, update_, "cpu"))
 
 
 COMPILE = """

@@ -345,6 +345,7 @@ def through_converted_dcp(optimizer, saved, folder):
     ("checkpoint", "through"),
     [
         ("ckpt_adamw.native", None),
+        ("ckpt_fusedadam_bf16.native", None),
         ("ckpt_muon_f32.ns32", None),
         ("ckpt_muon_bf16.ns32", None),
         ("ckpt_adamw.native", through_partial_dcp),

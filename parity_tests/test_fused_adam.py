@@ -10,23 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+import torch
 
 import jax_impl
+import torch_impl
 from parity_tests import reference
 from parity_tests.benchmarks import adam_jax
 from parity_tests.problems import to_bfloat16
+from torch_impl.kernels import adam_cpu
 
 DRIFT = 2e-5  # relative: 10,000 roundings of 6e-8 that add up at random are 6e-6
 STEPS, WIDTH, LR, DECAY = 10_000, 61, 1e-3, 0.05
 SCHEDULE = dict(warm_up_steps=2, total_steps=9, decay_steps=2, f_start=0.5, f_max=1.0, f_min=0.0)
 
 
-def long_run(options, dtype):
-    """float64 copies of the parameters (or their masters) after STEPS updates, and of the gradients of each."""
+def problem():
+    """Start and gradients, both representable in bfloat16."""
     rng = np.random.default_rng(5)
     start = to_bfloat16(rng.normal(size=WIDTH))
     sizes = 10.0 ** rng.uniform(-3, 1, WIDTH)
-    grads = to_bfloat16(sizes * (0.3 + rng.normal(size=(STEPS, WIDTH))))
+    return start, to_bfloat16(sizes * (0.3 + rng.normal(size=(STEPS, WIDTH))))
+
+
+def jax_run(options, dtype):
+    """The parameters and their masters (the same where there are none) after STEPS updates."""
+    start, grads = problem()
     params = {"a": jnp.asarray(start, dtype)}
     tx = jax_impl.build_optimizer(params, "fusedadam", lr=LR, weight_decay=DECAY, **options)
 
@@ -39,7 +47,17 @@ def long_run(options, dtype):
         (params, tx.init(params)), jnp.asarray(grads, jnp.float32)
     )
     masters = named(state, "master")
-    return start, grads, np.asarray(masters[0] if masters else params["a"], np.float64), params["a"]
+    return [np.asarray(x, np.float64) for x in (params["a"], masters[0] if masters else params["a"])]
+
+
+def torch_run(options, dtype):
+    start, grads = problem()
+    p = torch.nn.Parameter(torch.tensor(start, dtype=getattr(torch, dtype)))
+    optimizer = torch_impl.FusedAdam([p], lr=LR, weight_decay=DECAY, **options)
+    for g in torch.tensor(grads, dtype=p.dtype):
+        p.grad = g
+        optimizer.step()
+    return [x.detach().double().numpy() for x in (p, optimizer.state[p].get("master_param", p))]
 
 
 def named(state, field):
@@ -50,9 +68,12 @@ def named(state, field):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("options", [{}, {"adam_w_mode": False}, {"bias_correction": False}], ids=str)
-def test_ten_thousand_steps(options, dtype):
-    """Against the oracle in float64; a bfloat16 parameter is its rounded master."""
-    p, grads, found, param = long_run(options, dtype)
+def test_ten_thousand_steps(options, dtype, monkeypatch):
+    """Both sides, torch also without a C compiler, against the oracle in float64 and with each other.
+
+    A bfloat16 parameter is its rounded master.
+    """
+    p, grads = problem()
     m, v = np.zeros(WIDTH), np.zeros(WIDTH)
     decoupled, corrected = options.get("adam_w_mode", True), options.get("bias_correction", True)
     for t, g in enumerate(grads, 1):
@@ -60,11 +81,14 @@ def test_ten_thousand_steps(options, dtype):
         m, v = reference.first_moment(m, g, 0.9), reference.second_moment(v, g, 0.999)
         direction = reference.adam_direction(m, v, t if corrected else np.inf, (0.9, 0.999), 1e-8)
         p = reference.descend(p, direction, LR, DECAY if decoupled else 0.0)
-    error = np.linalg.norm(found - p) / np.linalg.norm(p)
-    assert error < DRIFT
-    assert param.dtype == dtype
-    if dtype == "bfloat16":
-        np.testing.assert_array_equal(np.asarray(param, np.float64), to_bfloat16(found))
+    ends = [run(options, dtype) for run in (torch_run, jax_run)]
+    monkeypatch.setattr(adam_cpu, "compiled", dict)
+    ends.append(torch_run(options, dtype))
+    for param, master in ends:
+        assert np.linalg.norm(master - p) / np.linalg.norm(p) < DRIFT
+        if dtype == "bfloat16":
+            np.testing.assert_array_equal(param, to_bfloat16(master))
+    assert np.linalg.norm(ends[0][1] - ends[1][1]) / np.linalg.norm(p) < DRIFT
 
 
 SHAPE = (1009, 1013)  # no other array of a step has this size

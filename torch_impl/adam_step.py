@@ -1,4 +1,4 @@
-"""One Adam update of many tensors that share a step count: torch's fused kernels on CPU, one of our own on CUDA."""
+"""One Adam update of many tensors that share a step count, each read and written once: torch's kernels and our own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from torch_impl.kernels import adam_cpu
 from torch_impl.master_weights import adopt_changes_, matching
 
 if TYPE_CHECKING:
@@ -122,7 +123,10 @@ class GroupAdam:
 
 
 def adam_on_cpu_(tensors: Sequence[AdamTensors], step: Tensor, rule: AdamRule, inverse_scale: Tensor | None) -> None:
-    """By torch's fused kernel: at once on what it reads as it is, the rest in pieces that are cast on the way.
+    """float32 and bfloat16 by a kernel of our own, if there is a C compiler; the rest by torch's, in pieces.
+
+    torch's fused kernel multiplies by 1 - lr weight_decay, which float32 rounds by up to 3e-8 in the same direction at
+    every step: 1e-4 of the parameter in a few thousand. And it needs all tensors in one dtype.
 
     Args:
         tensors: of any dtypes and sizes.
@@ -130,18 +134,19 @@ def adam_on_cpu_(tensors: Sequence[AdamTensors], step: Tensor, rule: AdamRule, i
         rule: hyperparameters.
         inverse_scale: None, or one element that multiplies every gradient.
     """
-    direct: dict[torch.dtype, list[AdamTensors]] = {}
-    cast = []
+    kernels: dict[torch.dtype, list[AdamTensors]] = {}
+    rest = []
     for t in tensors:
-        if t.param.dtype == t.exp_avg.dtype and inverse_scale is None:
-            direct.setdefault(t.param.dtype, []).append(t)
+        dtype = t.param.dtype
+        if dtype in adam_cpu.compiled() and t.grad.dtype == dtype:
+            kernels.setdefault(dtype, []).append(t._replace(grad=matching(t.grad, t.param, dtype)))
         else:
-            cast.append(t)
-    for dtype, own in direct.items():
-        params = [t.param for t in own]
-        grads = [matching(t.grad, t.param, dtype) for t in own]
-        _fused_(params, grads, [t.exp_avg for t in own], [t.exp_avg_sq for t in own], step, rule)
-    for batch in _batches(cast):
+            rest.append(t)
+    for own in kernels.values():
+        values = rule._replace(lr=float(rule.lr), weight_decay=float(rule.weight_decay))._asdict()
+        factor = 1.0 if inverse_scale is None else float(inverse_scale)
+        adam_cpu.adam_compiled_(own, float(step), **values, grad_factor=factor)
+    for batch in _batches(rest):
         _cast_and_update_(batch, step, rule, inverse_scale)
 
 
@@ -173,16 +178,23 @@ def _pieces(t: AdamTensors) -> Iterator[AdamTensors]:
 
 def _cast_and_update_(batch: list[AdamTensors], step: Tensor, rule: AdamRule, inverse_scale: Tensor | None) -> None:
     dtype = batch[0].exp_avg.dtype
-    grads = _cast([t.grad for t in batch], dtype)
+    grads = [t.grad for t in batch]
+    if inverse_scale is not None or any(g.dtype != dtype for g in grads):
+        grads = _cast(grads, dtype)
     if inverse_scale is not None:
         torch._foreach_mul_(grads, inverse_scale.to(dtype).reshape(()))
     for t in batch:
         if t.master is not None:
             adopt_changes_(t.master, t.param)
-    copies = iter(_cast([t.param for t in batch if t.master is None], dtype))
-    working = [next(copies) if t.master is None else t.master for t in batch]
+    copies = iter(_cast([t.param for t in batch if t.master is None and t.param.dtype != dtype], dtype))
+    working = [t.param if t.param.dtype == dtype else next(copies) if t.master is None else t.master for t in batch]
+    if rule.adam_w_mode and rule.weight_decay:
+        torch._foreach_add_(working, working, alpha=-float(rule.lr) * float(rule.weight_decay))
+        rule = rule._replace(weight_decay=0.0)
     _fused_(working, grads, [t.exp_avg for t in batch], [t.exp_avg_sq for t in batch], step, rule)
-    torch._foreach_copy_([t.param for t in batch], working)
+    low = [(t.param, w) for t, w in zip(batch, working, strict=True) if t.param is not w]
+    if low:
+        torch._foreach_copy_([p for p, _ in low], [w for _, w in low])
 
 
 def _cast(xs: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""CUDA kernels in Triton; imported only where a CUDA tensor is updated, so that CPU users need no Triton."""
+"""Compiled kernels: Triton for CUDA, which is imported only where a CUDA tensor is updated, and C for CPU."""

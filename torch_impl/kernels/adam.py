@@ -24,7 +24,7 @@ _DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16
 
 
 @triton.jit
-def _rounded(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _rounded(x, DTYPE: tl.constexpr):
     """float32 to DTYPE, to the nearest, ties to even; on the bits for bfloat16, where the interpreter truncates."""
     if tl.bfloat16 == DTYPE:
         bits = x.to(tl.uint32, bitcast=True)
@@ -36,7 +36,7 @@ def _rounded(x, DTYPE: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N
 
 
 @triton.jit
-def _pointer(table, column: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+def _pointer(table, column: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr):
     pointer = tl.load(table + column).to(tl.pointer_type(DTYPE))
     if ALIGNED:
         pointer = tl.multiple_of(pointer, 16)
@@ -44,10 +44,10 @@ def _pointer(table, column: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.const
 
 
 @triton.jit
-def _update(  # type: ignore[no-untyped-def]
+def _update(
     table, offsets, mask, lr, weight_decay, b1, a1, b2, a2, correction1, correction2, eps, inverse_scale,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, MASTER: tl.constexpr, ADAM_W: tl.constexpr, SCALE: tl.constexpr,  # noqa: N803
-    ALIGNED: tl.constexpr,  # noqa: N803
+    PARAM: tl.constexpr, GRAD: tl.constexpr, MASTER: tl.constexpr, ADAM_W: tl.constexpr, SCALE: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     param = _pointer(table, 0, PARAM, ALIGNED) + offsets
     grad = _pointer(table, 1, GRAD, ALIGNED) + offsets
@@ -79,10 +79,10 @@ def _update(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def adam_kernel(  # type: ignore[no-untyped-def]
+def adam_kernel(
     pointers, sizes, blocks, constants, lr, weight_decay, step, inverse_scale, found_inf,
-    PARAM: tl.constexpr, GRAD: tl.constexpr, MASTER: tl.constexpr, ADAM_W: tl.constexpr, CORRECT: tl.constexpr,  # noqa: N803
-    SCALE: tl.constexpr, SKIP: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,  # noqa: N803
+    PARAM: tl.constexpr, GRAD: tl.constexpr, MASTER: tl.constexpr, ADAM_W: tl.constexpr, CORRECT: tl.constexpr,
+    SCALE: tl.constexpr, SKIP: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program updates one block of one tensor.
 
@@ -131,12 +131,14 @@ def adam_kernel(  # type: ignore[no-untyped-def]
 
 
 class _Tables(NamedTuple):
-    addresses: tuple[tuple[int, ...], ...]
+    """pointers, sizes and blocks as adam_kernel takes them, for tensors of these addresses and sizes."""
+
+    addresses: list[list[int]]
     pointers: Tensor
     sizes: Tensor
     blocks: Tensor
     aligned: bool
-    hosts: tuple[Tensor, ...]
+    hosts: list[Tensor]  # what a captured copy to the device reads again at every replay
 
 
 class MultiTensorAdam:
@@ -182,13 +184,12 @@ class MultiTensorAdam:
             found_inf: None, or one float32; nothing changes where it is not 0.
         """
         rows: dict[tuple[Any, ...], list[tuple[Tensor | None, ...]]] = {}
-        for row in zip(params, grads, exp_avgs, exp_avg_sqs, masters, strict=True):
-            if row[0].numel():
-                rows.setdefault((row[0].dtype, row[1].dtype, row[4] is not None), []).append(row)
-        for key, members in rows.items():
-            tables = self._lookup(key, members)
-            param_dtype, grad_dtype, has_master = key
-            device = members[0][0].device  # type: ignore[union-attr]
+        for p, g, m, v, master in zip(params, grads, exp_avgs, exp_avg_sqs, masters, strict=True):
+            if p.numel():
+                rows.setdefault((p.dtype, g.dtype, master is not None), []).append((p, g, m, v, master))
+        device = params[0].device
+        for (param_dtype, grad_dtype, has_master), members in rows.items():
+            tables = self._lookup((param_dtype, grad_dtype, has_master), members)
             adam_kernel[(len(tables.blocks),)](
                 tables.pointers,
                 tables.sizes,
@@ -213,26 +214,26 @@ class MultiTensorAdam:
             )
 
     def _lookup(self, key: tuple[Any, ...], members: list[tuple[Tensor | None, ...]]) -> _Tables:
-        addresses = tuple(tuple(0 if x is None else x.data_ptr() for x in row) for row in members)
-        sizes = tuple(row[0].numel() for row in members)  # type: ignore[union-attr]
+        param = [row[0] for row in members if row[0] is not None]
+        sizes = [p.numel() for p in param]
+        addresses = [[0 if x is None else x.data_ptr() for x in row] for row in members]
         tables = self._tables.get(key)
-        if tables is None or tables.addresses != (*addresses, sizes):
-            if tables is not None and tables.pointers.is_cuda and torch.cuda.is_current_stream_capturing():
-                self._replaced.append(tables)
-            counts = torch.tensor([-(-size // BLOCK) for size in sizes])
-            first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-            tensor = torch.repeat_interleave(torch.arange(len(counts)), counts)
-            blocks = torch.stack([tensor, torch.arange(len(first)) - first], dim=1).int()
-            device = members[0][0].device  # type: ignore[union-attr]
-            hosts = [torch.tensor(addresses), torch.tensor(sizes), blocks]
-            if device.type == "cuda":
-                hosts = [host.pin_memory() for host in hosts]
-            aligned = all(address % ALIGNMENT == 0 for row in addresses for address in row)
-            tables = _Tables(
-                (*addresses, sizes), *(host.to(device, non_blocking=True) for host in hosts), aligned, tuple(hosts)
-            )
-            self._tables[key] = tables
-        return tables
+        if tables is not None and tables.addresses == [*addresses, sizes]:
+            return tables
+        device = param[0].device
+        if tables is not None and device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._replaced.append(tables)
+        counts = torch.tensor([-(-size // BLOCK) for size in sizes])
+        tensor = torch.repeat_interleave(torch.arange(len(counts)), counts)
+        first = torch.repeat_interleave(counts.cumsum(0) - counts, counts)
+        blocks = torch.stack([tensor, torch.arange(len(first)) - first], dim=1).int()
+        hosts = [torch.tensor(addresses), torch.tensor(sizes), blocks]
+        if device.type == "cuda":
+            hosts = [host.pin_memory() for host in hosts]
+        pointers, lengths, blocks = (host.to(device, non_blocking=True) for host in hosts)
+        aligned = all(address % ALIGNMENT == 0 for row in addresses for address in row)
+        self._tables[key] = _Tables([*addresses, sizes], pointers, lengths, blocks, aligned, hosts)
+        return self._tables[key]
 
     def _constant(self, key: tuple[float, ...], device: torch.device) -> Tensor:
         if key not in self._constants:
