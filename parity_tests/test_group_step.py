@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import torch_impl
 from torch_impl.fused_adam import FusedAdam
@@ -249,3 +251,30 @@ def test_a_closure_and_copies():
     for p, q in zip(params, twin_params, strict=True):
         assert torch.equal(p, q)
         assert p.data_ptr() != q.data_ptr()
+
+
+@pytest.fixture
+def mesh():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sharded_parameters(mesh, dtype):
+    """fully_shard makes them DTensors; every rank updates its part, here the whole."""
+    ends = []
+    for sharded in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).to(dtype)
+        if sharded:
+            fully_shard(model, mesh=mesh)
+        optimizer = torch_impl.build_optimizer(model, "fusedadam", lr=0.1, weight_decay=0.1, fused=True)
+        for _ in range(3):
+            model(torch.ones(2, 5, dtype=dtype)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            optimizer.load_state_dict(optimizer.state_dict())
+        ends.append([p.full_tensor() if sharded else p.detach() for p in model.parameters()])
+    for whole, gathered in zip(*ends, strict=True):
+        assert torch.equal(whole, gathered)

@@ -129,7 +129,8 @@ class GroupStepOptimizer(torch.optim.Optimizer, ABC):
         for p in params:
             state = self.state[p]
             master = state.get("master_param") if group["master_weights"] else None
-            tensors.append(AdamTensors(p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"], master))  # type: ignore[arg-type]
+            own = (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"], master)
+            tensors.append(AdamTensors(*map(_local, own)))  # type: ignore[arg-type]
         rule = AdamRule(group["lr"], group["weight_decay"], group["betas"], group["eps"], **mode)
         adam = self._adam_of_group.setdefault(id(group), GroupAdam())
         adam.update_(tensors, group["step"], rule, getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
@@ -174,6 +175,11 @@ class GroupStepOptimizer(torch.optim.Optimizer, ABC):
                 if states[i]:
                     self.state[p] = {key: loaded_copy(value, p) for key, value in states[i].items()}
         self.param_groups = own_groups
+
+
+def _local(x: Tensor | None) -> Tensor | None:
+    """This rank's shard of a DTensor: Adam is element by element."""
+    return x.to_local() if hasattr(x, "to_local") else x
 
 
 def loaded_copy(value: Tensor, p: Tensor) -> Tensor:
