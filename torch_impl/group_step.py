@@ -179,7 +179,7 @@ class GroupStepOptimizer(torch.optim.Optimizer, ABC):
 
 def _local(x: Tensor | None) -> Tensor | None:
     """This rank's shard of a DTensor: Adam is element by element."""
-    return x.to_local() if hasattr(x, "to_local") else x
+    return x.to_local() if x is not None and hasattr(x, "to_local") else x
 
 
 def loaded_copy(value: Tensor, p: Tensor) -> Tensor:
